@@ -1,0 +1,1186 @@
+// client.go is the operator's side: it speaks HTTP to a running server and knows its wire types,
+// never a record. What it prints comes from a server and may carry a workload's words: all of it
+// passes printLine or document, which let no control character through to a terminal.
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"text/tabwriter"
+	"time"
+	"unicode"
+	"unicode/utf16"
+
+	"github.com/peterbourgon/ff/v3/ffcli"
+	"golang.org/x/sys/unix"
+)
+
+// The exit statuses are part of the interface: pipelines branch on them.
+const (
+	exitRefused     = 1
+	exitUsage       = 2
+	exitFailed      = 3
+	exitRolledBack  = 4
+	exitUnreachable = 5
+	exitInterrupted = 130
+)
+
+const (
+	defaultSocket = "/data/run/toad.sock"
+	// patience is how long a server that was there is waited for: a restart, a new release of Toad.
+	patience = 2 * time.Minute
+	// answerTime is what an answer may take beyond the wait that was asked for.
+	answerTime = 30 * time.Second
+	// pace is the least time between two looks at an operation that did not change.
+	pace = 250 * time.Millisecond
+)
+
+var (
+	operationArg = regexp.MustCompile(`^[0-9a-z]{26}$`)
+	serviceArg   = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
+)
+
+// commandError ends a command with that status. Without a text everything is said already.
+type commandError struct {
+	status     int
+	text, hint string
+}
+
+func (e *commandError) Error() string { return e.text }
+
+func usageError(text, hint string) error { return &commandError{exitUsage, text, hint} }
+
+// wantArgs checks the arguments of a command against the names of those it takes.
+func wantArgs(command string, args []string, names ...string) error {
+	hint := "toad " + command + " -h shows the usage"
+	if len(args) < len(names) {
+		return usageError(command+": "+names[len(args)]+" is missing", hint)
+	}
+	if len(args) > len(names) {
+		return usageError(fmt.Sprintf("%s: one argument too many: %s", command, args[len(names)]), hint)
+	}
+	for i, name := range names {
+		switch {
+		case name == "SERVICE" && !serviceArg.MatchString(args[i]):
+			return usageError(fmt.Sprintf("%s: not a service: %q", command, args[i]), "toad status lists the services")
+		case name == "OPERATION" && !operationArg.MatchString(args[i]):
+			return usageError(fmt.Sprintf("%s: not an operation: %q", command, args[i]), "toad history SERVICE lists them")
+		}
+	}
+	return nil
+}
+
+// client is one command's connection to the server.
+type client struct {
+	out     io.Writer // the answer, and nothing else
+	log     *screen   // everything else
+	json    bool
+	socket  string
+	reached atomic.Bool // a connection came about at least once
+	http    *http.Client
+}
+
+// newClient makes a client that is complete once the flags are parsed. How the server is reached is
+// decided here and nowhere else.
+func newClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
+	c := &client{out: stdout, log: newScreen(stderr)}
+	flags.StringVar(&c.socket, "socket", defaultSocket, "the server's administration `socket`")
+	flags.BoolVar(&c.json, "json", false, "print the answer as JSON")
+	c.http = &http.Client{
+		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "unix", c.socket)
+			if err == nil {
+				c.reached.Store(true)
+			}
+			return conn, err
+		}},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	return c
+}
+
+// command spells a command line that reaches the same server.
+func (c *client) command(args ...string) string {
+	if c.socket != defaultSocket {
+		args = append(args, "--socket", c.socket)
+	}
+	return "toad " + strings.Join(args, " ")
+}
+
+// Requests end in one of three ways besides an answer: the operator stopped them, the connection or
+// the answer was lost (what became of the request is unknown), or the server refused.
+
+var errStopped = errors.New("interrupted")
+
+type lostError struct{ error }
+
+func (e lostError) Unwrap() error { return e.error }
+
+type refusal struct {
+	problem
+	raw []byte
+}
+
+func (r *refusal) Error() string {
+	text := r.Detail
+	if text == "" {
+		text = r.Title
+	}
+	if r.Field != "" {
+		text += " (field " + r.Field + ")"
+	}
+	text += " (" + r.Code
+	if r.CurrentGeneration != nil {
+		text += fmt.Sprintf(", current generation %d", *r.CurrentGeneration)
+	}
+	return text + ")"
+}
+
+// open makes one request and returns an answer that is a success.
+func (c *client) open(ctx context.Context, method, path string, in any) (*http.Response, error) {
+	var body io.Reader
+	if in != nil {
+		b, err := json.Marshal(in)
+		if err != nil {
+			return nil, err
+		}
+		body = bytes.NewReader(b)
+	}
+	req, err := http.NewRequestWithContext(ctx, method, "http://toad"+path, body)
+	if err != nil {
+		return nil, err
+	}
+	if in != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		var u *url.Error
+		if errors.As(err, &u) { // it repeats the method and the made-up host
+			err = u.Err
+		}
+		return nil, lostError{err}
+	}
+	if resp.StatusCode/100 == 2 {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	r := &refusal{}
+	if r.raw, err = io.ReadAll(io.LimitReader(resp.Body, 1<<20)); err != nil {
+		return nil, lostError{err}
+	}
+	if json.Unmarshal(r.raw, &r.problem) != nil || r.Code == "" {
+		r.problem = problem{Title: "the server answered " + resp.Status, Code: "internal"}
+		r.Status = resp.StatusCode
+		r.raw, _ = json.Marshal(r.problem)
+	}
+	r.Status = resp.StatusCode
+	return nil, r
+}
+
+// call makes one request once and returns the whole answer.
+func (c *client) call(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+	bounded, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	raw, err := func() ([]byte, error) {
+		resp, err := c.open(bounded, method, path, in)
+		if err != nil {
+			return nil, err
+		}
+		defer resp.Body.Close()
+		raw, err := io.ReadAll(resp.Body)
+		if err != nil {
+			return nil, lostError{err}
+		}
+		return raw, nil
+	}()
+	if err != nil && ctx.Err() != nil {
+		return nil, errStopped
+	}
+	return raw, err
+}
+
+// insist makes a request until it is answered, for as long as patience lasts. The request must bear
+// repetition: a GET, or a POST that is the same to the server each time. A server that was never
+// reached is not waited for.
+func (c *client) insist(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+	var giveUp time.Time
+	for wait := pace; ; wait = min(2*wait, 5*time.Second) {
+		raw, err := c.call(ctx, method, path, in, timeout)
+		lost := errors.As(err, new(lostError))
+		var r *refusal
+		if errors.As(err, &r) && r.Status == http.StatusServiceUnavailable {
+			// Toad stops or starts. A first POST is refused by it, a repeated one learns nothing.
+			lost = method == http.MethodGet || !giveUp.IsZero()
+		}
+		switch {
+		case !lost:
+			if !giveUp.IsZero() && err == nil {
+				c.log.note("connected again")
+			}
+			return raw, err
+		case !c.reached.Load():
+			return nil, err
+		case giveUp.IsZero():
+			giveUp = time.Now().Add(patience)
+			c.log.note("no answer: %v; trying again for %v", err, patience)
+		case time.Now().After(giveUp):
+			return nil, lostError{fmt.Errorf("no answer for %v: %w", patience, err)}
+		}
+		if !pauseFor(ctx, wait) {
+			return nil, errStopped
+		}
+	}
+}
+
+// pauseFor waits unless it is interrupted.
+func pauseFor(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// explain turns the end of a request into the end of the command.
+func (c *client) explain(err error, doing, service string) *commandError {
+	if errors.Is(err, errStopped) {
+		return &commandError{status: exitInterrupted, text: doing + ": interrupted"}
+	}
+	// A refusal first: one that lasted longer than patience is wrapped in a lost connection.
+	if r := (*refusal)(nil); errors.As(err, &r) && !errors.As(err, new(lostError)) {
+		if c.json {
+			c.document(r.raw)
+		}
+		return &commandError{exitRefused, doing + ": " + r.Error(), c.hintFor(r, service)}
+	}
+	if !errors.As(err, new(lostError)) {
+		return &commandError{status: exitRefused, text: doing + ": " + err.Error()}
+	}
+	e := &commandError{status: exitUnreachable, text: doing + ": the server is out of reach: " + err.Error()}
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		e.hint = "is the server running? --socket or TOAD_SOCKET names another socket"
+	case errors.Is(err, fs.ErrPermission):
+		e.hint = "the socket is for its owner and for root only"
+	case errors.Is(err, syscall.ECONNREFUSED):
+		e.hint = "the server does not run: see systemctl --user status toad"
+	}
+	return e
+}
+
+// hintFor says what to do about a refusal.
+func (c *client) hintFor(r *refusal, service string) string {
+	status := c.command("status")
+	if service != "" {
+		status = c.command("status", service)
+	}
+	switch r.Code {
+	case "stale_generation":
+		return "read the generation again: " + status
+	case "rollout_active":
+		return "another operation is under way: " + c.command("watch", r.OperationID)
+	case "rollback_barrier":
+		return "an earlier operation went wrong and was not acknowledged: " + c.command("log", r.OperationID)
+	case "key_reused":
+		return "that key belongs to another request: " + c.command("watch", r.OperationID)
+	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "state_unavailable":
+		return "see " + status
+	case "not_found":
+		return "see " + c.command("status") + " for the services, toad history SERVICE for operations"
+	case "shutting_down":
+		return "the server stops: try again when it is back"
+	case "too_many_requests":
+		return "wait a while"
+	}
+	return ""
+}
+
+// document prints one JSON document as it came, indented.
+func (c *client) document(raw []byte) {
+	var b bytes.Buffer
+	if json.Indent(&b, bytes.TrimSpace(raw), "", "  ") != nil {
+		c.log.note("the answer is no JSON")
+		return
+	}
+	b.WriteByte('\n')
+	c.out.Write(escaped(b.Bytes()))
+}
+
+// escaped writes what JSON allows raw in a string and a terminal obeys (C1 controls, direction
+// marks) as an escape: the same document to every reader.
+func escaped(raw []byte) []byte {
+	var out []byte
+	for _, r := range string(raw) {
+		switch {
+		case r < 0x7f || unicode.IsPrint(r):
+			out = append(out, string(r)...)
+		default:
+			for _, u := range utf16.Encode([]rune{r}) {
+				out = fmt.Appendf(out, `\u%04x`, u)
+			}
+		}
+	}
+	return out
+}
+
+// read gets one document into v.
+func (c *client) read(ctx context.Context, path string, v any) ([]byte, error) {
+	raw, err := c.call(ctx, http.MethodGet, path, nil, answerTime)
+	if err != nil {
+		return nil, err
+	}
+	return raw, decodeAnswer(raw, v)
+}
+
+// decodeAnswer passes over fields it does not know: the server may be newer.
+func decodeAnswer(raw []byte, v any) error {
+	if err := json.Unmarshal(raw, v); err != nil {
+		return fmt.Errorf("reading the answer: %w", err)
+	}
+	return nil
+}
+
+// requestFlags are the flags of a command that submits.
+type requestFlags struct {
+	expect *int64
+	key    string
+	noWait bool
+}
+
+func (f *requestFlags) register(flags *flag.FlagSet) {
+	flags.Func("expect", "go on only from `generation` N (default: the one read just before)", func(s string) error {
+		n, err := strconv.ParseInt(s, 10, 64)
+		if err != nil || n < 0 {
+			return errors.New("not a generation")
+		}
+		f.expect = &n
+		return nil
+	})
+	flags.StringVar(&f.key, "key", "", "idempotency `key` of the request (default: a new one, printed)")
+	flags.BoolVar(&f.noWait, "no-wait", false, "return once the operation is accepted")
+}
+
+func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("deploy")
+	c := newClient(fs, stdout, stderr)
+	var f requestFlags
+	f.register(fs)
+	return &ffcli.Command{
+		Name:       "deploy",
+		ShortUsage: "toad deploy SERVICE IMAGE [FLAGS]",
+		ShortHelp:  "deploy an image and follow it to the end",
+		LongHelp: "IMAGE is the enrolled repository and a digest: registry.example.org/apps/hello@sha256:…\n" +
+			"Ctrl-C ends the watching only.",
+		FlagSet: fs,
+		Options: envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("deploy", args, "SERVICE", "IMAGE"); err != nil {
+				return err
+			}
+			return c.deploy(ctx, args[0], args[1], f)
+		},
+	}
+}
+
+func (c *client) deploy(ctx context.Context, service, image string, f requestFlags) error {
+	doing := "deploying " + service
+	if f.expect == nil {
+		var s wireService
+		if _, err := c.read(ctx, "/v1/services/"+service, &s); err != nil {
+			return c.explain(err, doing, service)
+		}
+		f.expect = &s.Generation
+	}
+	again := c.again(&f, "deploy", service, image)
+	raw, op, err := c.submit(ctx, "/v1/deployments", deployRequest{service, image, f.expect, f.key})
+	if err != nil {
+		return c.unanswered(err, doing, service, again)
+	}
+	return c.finish(ctx, raw, op, f.noWait, deployedStatus)
+}
+
+// again makes the key unless it is given, says how the request can be repeated, and returns that.
+func (c *client) again(f *requestFlags, command ...string) string {
+	made := f.key == ""
+	if made {
+		f.key = rand.Text()
+	}
+	again := c.command(append(command, "--expect", strconv.FormatInt(*f.expect, 10), "--key", f.key)...)
+	if made {
+		c.log.note("to repeat this very request: %s", again)
+	}
+	return again
+}
+
+// submit sends a request that begins or ends an operation. When the answer is lost it is sent again
+// as it is: the server answers a key, or an end that was asked for, with the same operation.
+func (c *client) submit(ctx context.Context, path string, in any) ([]byte, wireOperation, error) {
+	var op wireOperation
+	raw, err := c.insist(ctx, http.MethodPost, path, in, answerTime)
+	if err == nil {
+		err = decodeAnswer(raw, &op)
+	}
+	return raw, op, err
+}
+
+// unanswered explains the end of a submission: only a refusal says that nothing was accepted.
+func (c *client) unanswered(err error, doing, service, again string) error {
+	e := c.explain(err, doing, service)
+	switch {
+	case e.status == exitInterrupted:
+		e.text, e.hint = doing+": interrupted before the answer, it may have been accepted", "to find out: "+again
+	case e.status == exitUnreachable && c.reached.Load():
+		e.text, e.hint = e.text+"; it may have been accepted", "to find out: "+again
+	}
+	return e
+}
+
+// finish says that the operation was accepted, follows it to its end, and says what became of it.
+// status turns the end into the exit status.
+func (c *client) finish(ctx context.Context, raw []byte, op wireOperation, noWait bool, status func(wireOperation) int) error {
+	c.log.note("operation %s: %s generation %d, %s", op.ID, op.Service, op.Generation, shortDigest(op.Candidate.Digest))
+	if noWait && !op.Terminal {
+		if c.json {
+			c.document(raw)
+		} else {
+			printLine(c.out, "%s", op.ID)
+		}
+		c.log.note("to watch it: %s", c.command("watch", op.ID))
+		return nil
+	}
+	raw, op, err := c.follow(ctx, raw, op)
+	if err != nil {
+		return err
+	}
+	to := c.out
+	if c.json {
+		c.document(raw)
+		to = c.log.w
+	}
+	for _, l := range outcomeLines(op) {
+		printLine(to, "%s", l)
+	}
+	if s := status(op); s != 0 {
+		return &commandError{status: s}
+	}
+	return nil
+}
+
+// follow shows an operation until it is terminal.
+func (c *client) follow(ctx context.Context, raw []byte, op wireOperation) ([]byte, wireOperation, error) {
+	defer c.log.clear()
+	p := progress{screen: c.log}
+	for {
+		p.show(op, time.Now())
+		if op.Terminal {
+			return raw, op, nil
+		}
+		wait := 30
+		if op.State == "probation" { // its restarts and its window change within the state
+			wait = 1
+		}
+		asked, was := time.Now(), op.State
+		path := fmt.Sprintf("/v1/operations/%s?wait=%d&after_state=%s", url.PathEscape(op.ID), wait, url.QueryEscape(was))
+		next, err := c.insist(ctx, http.MethodGet, path, nil, time.Duration(wait)*time.Second+answerTime)
+		if err == nil {
+			raw, op = next, wireOperation{}
+			err = decodeAnswer(raw, &op)
+		}
+		if err == nil && op.State == was && !pauseFor(ctx, pace-time.Since(asked)) {
+			err = errStopped
+		}
+		if err != nil {
+			c.log.clear()
+			e := c.explain(err, "watching "+op.ID, op.Service)
+			switch again := c.command("watch", op.ID); e.status {
+			case exitInterrupted:
+				e.text, e.hint = "stopped watching, the operation goes on", "to watch it again: "+again
+			case exitUnreachable:
+				e.hint = "to watch it again: " + again
+			}
+			return nil, op, e
+		}
+	}
+}
+
+// deployedStatus is the exit status of deploy and watch.
+func deployedStatus(op wireOperation) int {
+	switch op.State {
+	case "promoted":
+		return 0
+	case "rolled_back":
+		return exitRolledBack
+	}
+	return exitFailed
+}
+
+// endedStatus is the exit status of asking an operation to end.
+func endedStatus(op wireOperation) int {
+	f := op.Failure
+	switch {
+	case op.State == "rolled_back",
+		op.State == "failed" && f != nil && f.Code == "requested",
+		op.State == "failed" && f != nil && f.Code == "no_rollback_target" && f.Cause == "requested":
+		return 0
+	case op.State == "promoted": // the operation did well, the request did not
+		return exitRefused
+	}
+	return exitFailed
+}
+
+func watchCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("watch")
+	c := newClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "watch",
+		ShortUsage: "toad watch OPERATION [FLAGS]",
+		ShortHelp:  "follow an operation to the end",
+		LongHelp:   "Ctrl-C ends the watching only.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("watch", args, "OPERATION"); err != nil {
+				return err
+			}
+			raw, op, err := c.operation(ctx, args[0])
+			if err != nil {
+				return c.explain(err, "watching "+args[0], "")
+			}
+			return c.finish(ctx, raw, op, false, deployedStatus)
+		},
+	}
+}
+
+func (c *client) operation(ctx context.Context, id string) ([]byte, wireOperation, error) {
+	var op wireOperation
+	raw, err := c.insist(ctx, http.MethodGet, "/v1/operations/"+id, nil, answerTime)
+	if err == nil {
+		err = decodeAnswer(raw, &op)
+	}
+	return raw, op, err
+}
+
+func rollbackCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("rollback")
+	c := newClient(fs, stdout, stderr)
+	var f requestFlags
+	f.register(fs)
+	return &ffcli.Command{
+		Name:       "rollback",
+		ShortUsage: "toad rollback SERVICE|OPERATION [FLAGS]",
+		ShortHelp:  "end the operation under way, or deploy the retained revision again",
+		LongHelp: "Of a service: an operation under way is asked to end, else the retained revision is deployed.\n" +
+			"With --expect or --key it is always the latter.",
+		FlagSet: fs,
+		Options: envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("rollback", args, "SERVICE|OPERATION"); err != nil {
+				return err
+			}
+			name, deployment := args[0], f.expect != nil || f.key != ""
+			if operationArg.MatchString(name) && !deployment {
+				err := c.rollbackOperation(ctx, name, "", f)
+				// A name of 26 characters is a service's as well. There was no such operation, so
+				// nothing was done yet.
+				if err != errNoOperation {
+					return err
+				}
+			}
+			if err := wantArgs("rollback", args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.rollbackService(ctx, name, deployment, f)
+		},
+	}
+}
+
+var errNoOperation = errors.New("no such operation")
+
+// rollbackOperation asks an operation to end.
+func (c *client) rollbackOperation(ctx context.Context, id, service string, f requestFlags) error {
+	raw, op, err := c.submit(ctx, "/v1/operations/"+id+"/rollback", nil)
+	switch refusalCode(err) {
+	case "not_found":
+		if service == "" {
+			return errNoOperation
+		}
+	case "not_rollbackable":
+		// It has ended. If it was asked to before, the answer to that may be the one that was lost.
+		if raw2, op2, err2 := c.operation(ctx, id); err2 == nil && op2.RollbackRequested {
+			raw, op, err = raw2, op2, nil
+		}
+	}
+	if err != nil {
+		return c.unanswered(err, "ending operation "+id, service, c.command("rollback", id))
+	}
+	return c.finish(ctx, raw, op, f.noWait, endedStatus)
+}
+
+func refusalCode(err error) string {
+	if r := (*refusal)(nil); errors.As(err, &r) {
+		return r.Code
+	}
+	return ""
+}
+
+// rollbackService looks at the service once and sends what it saw, so that a promotion in between is
+// refused by the server and never becomes another action.
+func (c *client) rollbackService(ctx context.Context, service string, deployment bool, f requestFlags) error {
+	doing := "rolling back " + service
+	if f.expect == nil {
+		var s wireService
+		if _, err := c.read(ctx, "/v1/services/"+service, &s); err != nil {
+			return c.explain(err, doing, service)
+		}
+		if s.ActiveOperation != nil && !deployment {
+			return c.rollbackOperation(ctx, s.ActiveOperation.ID, service, f)
+		}
+		f.expect = &s.Generation
+	}
+	again := c.again(&f, "rollback", service)
+	raw, op, err := c.submit(ctx, "/v1/services/"+service+"/rollback", rollbackRequest{f.expect, f.key})
+	if err != nil {
+		return c.unanswered(err, doing, service, again)
+	}
+	return c.finish(ctx, raw, op, f.noWait, deployedStatus)
+}
+
+func statusCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("status")
+	c := newClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "status",
+		ShortUsage: "toad status [SERVICE] [FLAGS]",
+		ShortHelp:  "show the services, or one of them",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if len(args) == 0 {
+				return c.statusAll(ctx)
+			}
+			if err := wantArgs("status", args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.status(ctx, args[0])
+		},
+	}
+}
+
+func (c *client) statusAll(ctx context.Context) error {
+	var all wireServices
+	raw, err := c.read(ctx, "/v1/services", &all)
+	if err != nil {
+		return c.explain(err, "reading the services", "")
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	t := newTable(c.out, "SERVICE", "GENERATION", "DIGEST", "STATE", "READY", "OPERATION", "ROLLBACK")
+	for _, s := range all.Services {
+		digest, operation, rollback := "-", "-", "-"
+		if s.Current != nil {
+			digest = shortDigest(s.Current.Digest)
+		}
+		if op := s.ActiveOperation; op != nil {
+			operation = op.State + " " + op.ID
+		}
+		if s.Rollback != nil {
+			rollback = choose(s.Rollback.Ready, "ready", "not ready")
+		}
+		generation := choose(s.Problem == "", strconv.FormatInt(s.Generation, 10), "-")
+		t.row(s.Service, generation, digest, cmp.Or(s.Health.State, "unknown"), choose(s.Health.Ready, "yes", "no"), operation, rollback)
+	}
+	t.flush()
+	for _, s := range all.Services {
+		switch {
+		case s.Problem != "":
+			printLine(c.out, "%s: state unavailable: %s", s.Service, s.Problem)
+		case !s.Enrollment.Valid:
+			printLine(c.out, "%s: enrollment invalid: %s", s.Service, cmp.Or(s.Enrollment.Problem, "no reason given"))
+		}
+		if s.Held != nil {
+			printLine(c.out, "%s: held: still there: %s", s.Service, strings.Join(s.Held.Remains, ", "))
+		}
+	}
+	return nil
+}
+
+func (c *client) status(ctx context.Context, service string) error {
+	var s wireService
+	raw, err := c.read(ctx, "/v1/services/"+service, &s)
+	if err != nil {
+		return c.explain(err, "reading "+service, service)
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	for _, l := range statusLines(s) {
+		printLine(c.out, "%s", l)
+	}
+	return nil
+}
+
+// statusLines is the view of one service: a word in the left column for each subject.
+func statusLines(s wireService) []string {
+	var lines []string
+	say := func(subject, format string, args ...any) {
+		lines = append(lines, fmt.Sprintf("%-11s %s", subject, fmt.Sprintf(format, args...)))
+	}
+	say("service", "%s%s", s.Service, choose(s.Problem == "", fmt.Sprintf(", generation %d", s.Generation), ""))
+	switch {
+	case s.Problem != "": // then an empty field says nothing
+		say("problem", "state unavailable: %s", s.Problem)
+	case s.Current == nil:
+		say("current", "none: nothing was promoted yet")
+	default:
+		say("current", "generation %d, promoted %s", s.Current.Generation, clockText(s.Current.PromotedAt))
+		say("", "%s", s.Current.Image)
+		if !s.Installed {
+			say("", "its promoted unit is not in place yet: it may not start at boot")
+		}
+	}
+
+	h := s.Health
+	text := cmp.Or(h.State, "unknown")
+	if h.State == "running" || h.Ready {
+		text += ", " + choose(h.Ready, "ready", "not ready")
+	}
+	if s.Current != nil {
+		text += fmt.Sprintf(", %s since promotion", countText(h.RestartsSincePromotion, "restart"))
+	}
+	if h.ObservedAt != nil {
+		text += ", seen " + clockText(*h.ObservedAt)
+	}
+	say("health", "%s", text)
+	if h.Digest != "" && !h.MatchesCurrent {
+		say("", "what runs is not the current revision: %s", h.Digest)
+	}
+
+	if r := s.Rollback; r == nil && s.Problem == "" {
+		say("rollback", "none retained")
+	} else if r != nil {
+		say("rollback", "generation %d, %s", r.Generation, choose(r.Ready, "ready", "not ready"))
+		say("", "%s", r.Image)
+		for _, p := range r.Problems {
+			say("", "%s: %s", p.Code, p.Summary)
+		}
+	}
+
+	if op := s.ActiveOperation; op != nil {
+		say("operation", "%s: %s, generation %d, by %s", op.ID, op.State, op.Generation, op.RequestedBy)
+		say("", "%s", op.Candidate.Image)
+	}
+	if op := s.LastOperation; op != nil && (s.ActiveOperation == nil || s.ActiveOperation.ID != op.ID) {
+		say("last", "%s: %s, generation %d, by %s", op.ID, op.State, op.Generation, op.RequestedBy)
+		if f := op.Failure; f != nil {
+			say("", "%s", failureText(*f))
+			if f.Hint != "" {
+				say("", "hint: %s", f.Hint)
+			}
+		}
+	}
+	if s.Held != nil {
+		say("held", "since %s, by operation %s", clockText(s.Held.Since), s.Held.OperationID)
+		for _, remains := range s.Held.Remains {
+			say("", "still there: %s", remains)
+		}
+	}
+	if s.Enrollment.Valid {
+		say("enrollment", "valid, %s", s.Enrollment.Repository)
+	} else {
+		say("enrollment", "invalid: %s", cmp.Or(s.Enrollment.Problem, "no reason given"))
+	}
+	subject := "actions"
+	for _, a := range s.Actions {
+		reason := ""
+		if !a.Enabled && a.Reason != "" {
+			reason = ": " + a.Reason
+		}
+		say(subject, "%s %s%s", a.Name, choose(a.Enabled, "can be done", "cannot be done"), reason)
+		subject = ""
+	}
+	return lines
+}
+
+func logCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("log")
+	c := newClient(fs, stdout, stderr)
+	var follow bool
+	fs.BoolVar(&follow, "follow", false, "go on until the operation has ended")
+	fs.BoolVar(&follow, "f", false, "as --follow")
+	return &ffcli.Command{
+		Name:       "log",
+		ShortUsage: "toad log OPERATION [FLAGS]",
+		ShortHelp:  "print what an operation did",
+		LongHelp:   "With --json each line is a JSON document of its own.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("log", args, "OPERATION"); err != nil {
+				return err
+			}
+			if err := c.printLog(ctx, args[0], follow); err != nil {
+				return c.explain(err, "reading the log of "+args[0], "")
+			}
+			return nil
+		},
+	}
+}
+
+func (c *client) printLog(ctx context.Context, id string, follow bool) error {
+	var last int64
+	for follow {
+		err := c.streamLog(ctx, id, true, &last)
+		if err != nil && !errors.As(err, new(lostError)) && refusalCode(err) != "shutting_down" {
+			return err
+		}
+		// A stream ends with the operation, and with a server that stops: only the operation tells
+		// which it was.
+		_, op, err := c.operation(ctx, id)
+		if err != nil {
+			return err
+		}
+		follow = !op.Terminal
+		if follow && !pauseFor(ctx, pace) {
+			return errStopped
+		}
+	}
+	return c.streamLog(ctx, id, false, &last)
+}
+
+// streamLog prints the lines after the last one printed.
+func (c *client) streamLog(ctx context.Context, id string, follow bool, last *int64) error {
+	path := "/v1/operations/" + id + "/log"
+	if follow {
+		path += "?follow=true"
+	}
+	resp, err := c.open(ctx, http.MethodGet, path, nil)
+	if err != nil {
+		if ctx.Err() != nil {
+			return errStopped
+		}
+		return err
+	}
+	defer resp.Body.Close()
+	for r := bufio.NewReader(resp.Body); ; {
+		raw, err := r.ReadBytes('\n')
+		switch {
+		case ctx.Err() != nil:
+			return errStopped
+		case err == io.EOF && len(raw) == 0:
+			return nil
+		case err != nil:
+			return lostError{err}
+		}
+		var l wireLogLine
+		if err := decodeAnswer(raw, &l); err != nil {
+			return err
+		}
+		if l.Seq <= *last {
+			continue
+		}
+		*last = l.Seq
+		if c.json {
+			c.out.Write(escaped(raw))
+		} else {
+			printLine(c.out, "%s  %-12s  %s", clockText(l.At), l.State, l.Text)
+		}
+	}
+}
+
+func historyCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("history")
+	c := newClient(fs, stdout, stderr)
+	limit := fs.Int("limit", 20, "at most `N` operations")
+	before := fs.String("before", "", "those before this `operation`")
+	return &ffcli.Command{
+		Name:       "history",
+		ShortUsage: "toad history SERVICE [FLAGS]",
+		ShortHelp:  "list a service's operations, newest first",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("history", args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.history(ctx, args[0], *limit, *before)
+		},
+	}
+}
+
+func (c *client) history(ctx context.Context, service string, limit int, before string) error {
+	q := url.Values{"limit": {strconv.Itoa(limit)}}
+	if before != "" {
+		q.Set("before", before)
+	}
+	var page wireOperations
+	raw, err := c.read(ctx, "/v1/services/"+service+"/operations?"+q.Encode(), &page)
+	if err != nil {
+		return c.explain(err, "reading the history of "+service, service)
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	t := newTable(c.out, "WHEN", "OPERATION", "GENERATION", "DIGEST", "WHO", "OUTCOME", "WHY")
+	for _, op := range page.Operations {
+		why := "-"
+		if op.Failure != nil {
+			why = failureText(*op.Failure)
+		}
+		t.row(clockText(op.CreatedAt), op.ID, strconv.FormatInt(op.Generation, 10), shortDigest(op.Candidate.Digest),
+			op.RequestedBy, choose(op.Terminal, op.State, "under way: "+op.State), why)
+	}
+	t.flush()
+	if page.Next != "" {
+		c.log.note("older ones: %s", c.command("history", service, "--limit", strconv.Itoa(limit), "--before", page.Next))
+	}
+	return nil
+}
+
+// Printing. The rules:
+//
+//   - the answer goes to standard output, progress, notes and errors to standard error;
+//   - a line is a whole sentence in lower case without a full stop, and begins with its subject;
+//   - an error begins "toad: ", what to do about it follows in a line "hint: ";
+//   - nothing is coloured, and only the bar of the stability window is ever redrawn, on a terminal;
+//   - times are the server's, in UTC; digests are cut to twelve digits where the whole is in --json.
+
+// printLine prints one line, whatever is in it: control characters and direction marks are dropped.
+func printLine(w io.Writer, format string, args ...any) {
+	io.WriteString(w, printable(fmt.Sprintf(format, args...))+"\n")
+}
+
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		switch {
+		case unicode.IsPrint(r):
+			return r
+		case unicode.IsSpace(r):
+			return ' '
+		}
+		return -1
+	}, s)
+}
+
+// table aligns columns; a cell is as printable as a line.
+type table struct{ w *tabwriter.Writer }
+
+func newTable(w io.Writer, heads ...string) table {
+	t := table{tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)}
+	t.row(heads...)
+	return t
+}
+
+func (t table) row(cells ...string) {
+	for i, cell := range cells {
+		if i > 0 {
+			io.WriteString(t.w, "\t")
+		}
+		io.WriteString(t.w, printable(cell))
+	}
+	io.WriteString(t.w, "\n")
+}
+
+func (t table) flush() { t.w.Flush() }
+
+func clockText(t wireTime) string { return time.Time(t).UTC().Format("2006-01-02 15:04:05Z") }
+
+func shortDigest(digest string) string {
+	algorithm, hex, ok := strings.Cut(digest, ":")
+	if !ok || len(hex) <= 12 {
+		return digest
+	}
+	return algorithm + ":" + hex[:12]
+}
+
+func choose(ok bool, yes, no string) string {
+	if ok {
+		return yes
+	}
+	return no
+}
+
+func countText(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+func failureText(f failure) string {
+	text := f.Code + ": " + f.Summary
+	if f.Cause != "" {
+		text += "; cause: " + f.Cause
+	}
+	return text
+}
+
+// outcomeLines says how an operation ended.
+func outcomeLines(op wireOperation) []string {
+	candidate := fmt.Sprintf("%s generation %d, %s", op.Service, op.Generation, shortDigest(op.Candidate.Digest))
+	var text string
+	switch {
+	case op.State == "promoted":
+		text = "promoted: " + candidate
+	case op.State == "rolled_back" && op.Previous != nil:
+		text = fmt.Sprintf("rolled back: %s is at generation %d again, %s", op.Service, op.Previous.Generation, shortDigest(op.Previous.Digest))
+	case op.State == "rolled_back":
+		text = "rolled back: " + candidate
+	case op.Failure != nil && op.Failure.Code == "requested":
+		text = "cancelled: " + candidate
+	default:
+		text = "failed: " + candidate
+	}
+	if op.Failure == nil {
+		return []string{text}
+	}
+	lines := []string{text + ": " + failureText(*op.Failure)}
+	if op.Failure.Hint != "" {
+		lines = append(lines, "hint: "+op.Failure.Hint)
+	}
+	return lines
+}
+
+// screen is standard error. On a terminal its last line may be a bar that is drawn over.
+type screen struct {
+	w     io.Writer
+	live  bool
+	width func() int
+	drawn string
+}
+
+func newScreen(w io.Writer) *screen {
+	return &screen{w: w, live: isTerminal(w) && os.Getenv("TERM") != "dumb", width: func() int { return terminalWidth(w) }}
+}
+
+func (s *screen) note(format string, args ...any) {
+	s.clear()
+	printLine(s.w, format, args...)
+}
+
+func (s *screen) draw(bar string) {
+	if bar = printable(bar); bar != s.drawn {
+		io.WriteString(s.w, "\r"+bar+"\x1b[K")
+		s.drawn = bar
+	}
+}
+
+func (s *screen) clear() {
+	if s.drawn != "" {
+		io.WriteString(s.w, "\r\x1b[K")
+		s.drawn = ""
+	}
+}
+
+// progress shows one operation's way: a line for each change, whichever answer brought it.
+type progress struct {
+	screen    *screen
+	shown     int // of the timeline
+	restarts  int
+	requested bool
+}
+
+func (p *progress) show(op wireOperation, now time.Time) {
+	note := func(at wireTime, state, text string) { p.screen.note("%s  %-12s  %s", clockText(at), state, text) }
+	if p.shown > 0 { // what happened before the watching began is not told as new
+		if op.Restarts > p.restarts {
+			note(op.UpdatedAt, op.State, fmt.Sprintf("%s, %d allowed", countText(op.Restarts, "restart"), op.RestartBudget))
+		}
+		if op.RollbackRequested && !p.requested {
+			note(op.UpdatedAt, op.State, "asked to end")
+		}
+	}
+	p.restarts, p.requested = op.Restarts, op.RollbackRequested
+	for ; p.shown < len(op.Timeline); p.shown++ {
+		if t := op.Timeline[p.shown]; stateText(op, t.State) != "" {
+			note(t.At, t.State, stateText(op, t.State))
+		}
+	}
+	if p.screen.live && op.State == "probation" {
+		p.screen.draw(probationBar(op, now, p.screen.width()))
+	}
+}
+
+// stateText says what is done in a state; nothing of a terminal one, which the outcome tells.
+func stateText(op wireOperation, state string) string {
+	switch state {
+	case "preparing":
+		return "fetching and checking " + shortDigest(op.Candidate.Digest)
+	case "activating":
+		return choose(op.Previous != nil, "stopping the running instance, starting the candidate", "starting the candidate")
+	case "probation":
+		return fmt.Sprintf("to be ready for %s without a break, %s allowed", spanText(op.StabilityWindowSeconds), countText(op.RestartBudget, "restart"))
+	case "promoting":
+		return "looking once more, then committing"
+	case "rolling_back":
+		if op.Previous != nil {
+			return fmt.Sprintf("going back to generation %d", op.Previous.Generation)
+		}
+		return "stopping the candidate, there is nothing to go back to"
+	}
+	return ""
+}
+
+func spanText(seconds float64) string {
+	return time.Duration(max(0, seconds) * float64(time.Second)).Truncate(time.Second).String()
+}
+
+// probationBar draws the stability window in less than width columns, so that no line wraps. What
+// does not fit is left out: the bar first, then the end of the text.
+func probationBar(op wireOperation, now time.Time, width int) string {
+	text := fmt.Sprintf("%s of %s ready, %d of %d restarts", spanText(op.ReadyForSeconds), spanText(op.StabilityWindowSeconds), op.Restarts, op.RestartBudget)
+	if op.DeadlineAt != nil {
+		text += fmt.Sprintf(", %s left", spanText(time.Time(*op.DeadlineAt).Sub(now).Seconds()))
+	}
+	cells := min(width-1-len("probation [] ")-len(text), 40)
+	if cells < 8 {
+		text = "probation " + text
+		return text[:min(len(text), max(0, width-1))]
+	}
+	full := 0
+	if op.StabilityWindowSeconds > 0 {
+		full = int(float64(cells) * max(0, min(1, op.ReadyForSeconds/op.StabilityWindowSeconds)))
+	}
+	return "probation [" + strings.Repeat("#", full) + strings.Repeat("-", cells-full) + "] " + text
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}
+
+func terminalWidth(w io.Writer) int {
+	if f, ok := w.(*os.File); ok {
+		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {
+			return int(size.Col)
+		}
+	}
+	return 80
+}

@@ -1,0 +1,361 @@
+// events.go keeps the append-only, hash-chained event log and the operation logs, and is the one
+// place where text is made that a token holder or the page can read: fixed words around typed
+// values, never the text of a host's error.
+package main
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+)
+
+var errNotFound = errors.New("not found")
+
+// codedError is a failure with a public half (code, summary, hint) and a private cause that goes
+// to the journal only.
+type codedError struct {
+	failure
+	err error
+}
+
+func (e *codedError) Error() string {
+	if e.err == nil {
+		return e.Code + ": " + e.Summary
+	}
+	return e.Code + ": " + e.Summary + ": " + e.err.Error()
+}
+
+func (e *codedError) Unwrap() error { return e.err }
+
+// failure is why an operation did not do what was asked, in public words.
+type failure struct {
+	Code    string `json:"code"`
+	Summary string `json:"summary"`
+	Hint    string `json:"hint,omitempty"`
+	Cause   string `json:"cause,omitempty"` // the code that began a rollback which then failed
+}
+
+// failed makes the error of a step: the public text of the code with its arguments, and the private
+// cause. Arguments must be public themselves: digests, names, numbers, durations.
+func failed(code string, err error, args ...any) error {
+	t, ok := publicTexts[code]
+	if !ok {
+		panic("no public text for failure code " + code)
+	}
+	return &codedError{failure{Code: code, Summary: fmt.Sprintf(t.summary, args...), Hint: t.hint}, err}
+}
+
+// publicTexts holds what is said of each failure code: the summary with its arguments, and a hint.
+var publicTexts = map[string]struct{ summary, hint string }{
+	"volume_not_covered":      {"the image declares the volume %s, which no mount of the enrollment covers: its data would be lost at each stop", "enroll a Volume= for it, or build the image without VOLUME"},
+	"unit_not_owned":          {"the unit %s exists and was not written by this Toad", "remove it, or enroll the service under another unit name"},
+	"unit_invalid":            {"the unit of this revision is refused by the host: %s", "ask the operator for the local log, and mend the template"},
+	"foreign_container":       {"container %s (%s) has this service's name or labels and is not run by its unit", "stop and remove it, then deploy again"},
+	"stale_enrollment":        {"the enrollment of the service changed or went away after the request was accepted", "deploy again"},
+	"termination_unconfirmed": {"the instance could not be proven dead within %s: %s", "the service is held until it is gone; Toad goes on stopping it"},
+	"start_failed":            {"the candidate never became active: systemd says %s, result %s", "see the candidate's own output on the host"},
+	"unit_failed":             {"the candidate's unit ended: systemd says %s, result %s", "see the candidate's own output on the host"},
+	"startup_deadline":        {"the candidate was not ready once within the startup deadline of %s; last: %s", ""},
+	"rollout_deadline":        {"the candidate was not ready for %s without a break within the rollout deadline of %s; last: %s", ""},
+	"restart_budget":          {"the candidate restarted %d times, the budget is %d", "see the candidate's own output on the host"},
+	"requested":               {"ended by request of %s", ""},
+	"no_rollback_target":      {"there is no earlier revision to go back to: the candidate was stopped and its unit removed", "deploy a working image"},
+	"rollback_failed":         {"going back to generation %d failed: %s", "it is not tried again: deploy a working image, or mend the host and deploy"},
+	"interrupted":             {"the operation could not be continued: %s", "deploy again"},
+	"state_unavailable":       {"the records of the service could not be written", "free some space on the host, then deploy again"},
+
+	"fetch_failed":         {"%s could not be fetched from the registry: %s", "deploy again once the registry is well; nothing running was touched"},
+	"load_failed":          {"the image could not be loaded into Podman", "see that the host's /var/tmp has room for three times the image"},
+	"digest_mismatch":      {"what the registry or Podman holds under %s is not what the digest says", "push the image again, and look into the registry"},
+	"not_single_platform":  {"%s is an index of several platforms; its image for %s: %s", "deploy the digest of one platform's manifest"},
+	"wrong_platform":       {"%s is an image for %s, and this host is %s", "deploy the digest of this platform's manifest"},
+	"unsupported_manifest": {"%s is not an image that Toad can run: %s", "push an OCI or Docker (schema 2) image of one platform"},
+	"image_too_large":      {"the image of %s has %d bytes: %s", "make the image smaller, or have the limit raised or space freed"},
+}
+
+// logTexts holds the fixed vocabulary of operation logs.
+var logTexts = map[string]string{
+	"accepted":            "deployment of %s accepted as generation %d",
+	"rollback_accepted":   "rollback to %s accepted as generation %d",
+	"resumed":             "Toad started again and continues in state %s",
+	"fetching":            "fetching %s",
+	"fetched":             "image is in the local layout: %d bytes",
+	"loading":             "loading the image into Podman",
+	"target_ready":        "generation %d can be restored",
+	"target_damaged":      "generation %d could not be restored: %s",
+	"target_repaired":     "the image of generation %d was damaged or missing and was fetched again",
+	"verified":            "image and unit are verified; nothing running was touched yet",
+	"stopping":            "stopping the instance of generation %d",
+	"stopping_nothing":    "no instance is expected; proving that none is there",
+	"terminated":          "termination is confirmed",
+	"still_there":         "termination is not confirmed yet: %s",
+	"unit_written":        "the unit of generation %d is written and read back",
+	"unit_removed":        "the unit is removed",
+	"starting":            "starting generation %d",
+	"started":             "systemd took the start",
+	"restart":             "the instance restarted: %d of %d restarts",
+	"ready":               "ready: the stability window of %s begins",
+	"not_ready":           "not ready: %s",
+	"window_reset":        "the stability window begins again after %s: %s",
+	"stable":              "ready for %s without a break",
+	"promoting_again":     "the last look before promotion failed: %s",
+	"promoted":            "promoted: generation %d is current",
+	"installed":           "the promoted unit is in place and starts at boot",
+	"rollback_requested":  "%s asked to end the operation",
+	"rolling_back":        "rolling back to generation %d because of %s",
+	"rolling_back_none":   "ending without a revision to go back to, because of %s",
+	"already_there":       "the instance of generation %d runs already and is left alone",
+	"restored":            "generation %d was seen ready",
+	"rolled_back":         "rolled back to generation %d",
+	"failed":              "failed: %s",
+	"boot":                "the host was booted: the candidate is started again under the original deadline",
+	"boot_late":           "the host was booted, and the original deadline leaves no whole stability window",
+	"host_not_answering":  "the host does not answer",
+	"held":                "the service is held until the instance is gone",
+	"retention_problem":   "the rollback target has a problem: %s",
+	"image_missing_again": "the image had gone from Podman and was loaded again",
+}
+
+// event is one line of a service's event log. The hash is over the previous hash and the line
+// without it, so that no line can be changed, removed or reordered unseen.
+type event struct {
+	Cursor    int64     `json:"cursor"`
+	ID        string    `json:"id"`
+	At        time.Time `json:"at"`
+	Type      string    `json:"type"`
+	Service   string    `json:"service"`
+	Operation string    `json:"operation_id"`
+	Actor     string    `json:"actor"`
+	Detail    string    `json:"detail"`
+	Prev      string    `json:"prev"`
+	Hash      string    `json:"hash"`
+}
+
+// eventHead is the last line of an event log as the commit that follows it knows it.
+type eventHead struct {
+	Cursor int64  `json:"cursor"`
+	Hash   string `json:"hash"`
+}
+
+// seal sets the event's place in the chain after head, and returns the new head.
+func (e *event) seal(head eventHead) eventHead {
+	e.Cursor, e.Prev = head.Cursor+1, head.Hash
+	e.ID = fmt.Sprintf("%s-%d", e.Service, e.Cursor)
+	e.Hash = ""
+	line, _ := json.Marshal(e)
+	sum := sha256.Sum256(append([]byte(e.Prev), line...))
+	e.Hash = hex.EncodeToString(sum[:])
+	return eventHead{e.Cursor, e.Hash}
+}
+
+// eventLog is a service's events.jsonl as it is known to be on disk.
+type eventLog struct {
+	path string
+	size int64     // of whole, durable lines
+	head eventHead // of the last of them
+}
+
+// openEvents brings the log in step with the record: a torn last line, which a kill leaves, is cut
+// (its event is in the record), and what the last commit made known is appended if it is missing. A
+// log whose end is not what the record says is refused.
+func (d *dataDir) openEvents(r *record) (*eventLog, error) {
+	l := &eventLog{path: d.serviceFile(r.Service, "events.jsonl")}
+	if err := l.readEnd(); err != nil {
+		return nil, err
+	}
+	known := l.head == r.EventHead
+	for _, e := range r.Events {
+		known = known || l.head == eventHead{e.Cursor, e.Hash}
+	}
+	if !known {
+		return nil, fmt.Errorf("reading %s: %w: it ends at cursor %d, which is not what service.json says", l.path, errCorrupt, l.head.Cursor)
+	}
+	var missing []event
+	for _, e := range r.Events {
+		if e.Cursor > l.head.Cursor {
+			missing = append(missing, e)
+		}
+	}
+	if len(missing) == 0 && l.size > 0 {
+		return l, syncFile(l.path) // what was read counts only once it is durable
+	}
+	return l, l.append(missing)
+}
+
+// readEnd finds the last whole line. Size is where it ends, so that a torn one is cut by the next append.
+func (l *eventLog) readEnd() error {
+	b, err := tail(l.path, 1<<20)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("reading %s: %w: %w", l.path, errStorage, err)
+	}
+	end := bytes.LastIndexByte(b, '\n') + 1
+	if st, err := os.Stat(l.path); err == nil {
+		l.size = st.Size() - int64(len(b)) + int64(end)
+	}
+	if b = b[:end]; len(b) > 0 {
+		var e event
+		if err := json.Unmarshal(b[bytes.LastIndexByte(b[:end-1], '\n')+1:], &e); err != nil {
+			return fmt.Errorf("reading %s: %w: %w", l.path, errCorrupt, err)
+		}
+		l.head = eventHead{e.Cursor, e.Hash}
+	}
+	return nil
+}
+
+// append adds sealed events and is durable when it returns nil.
+func (l *eventLog) append(events []event) error {
+	if len(events) == 0 {
+		return nil
+	}
+	var lines []byte
+	for _, e := range events {
+		line, err := json.Marshal(e)
+		if err != nil {
+			return fmt.Errorf("appending to %s: %w", l.path, err)
+		}
+		lines = append(append(lines, line...), '\n')
+	}
+	if err := appendDurably(l.path, l.size, lines); err != nil {
+		return err
+	}
+	e := events[len(events)-1]
+	l.size, l.head = l.size+int64(len(lines)), eventHead{e.Cursor, e.Hash}
+	return nil
+}
+
+// appendDurably cuts the file at size, appends and syncs.
+func appendDurably(path string, size int64, lines []byte) error {
+	if err := boundary("append", path); err != nil {
+		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+	}
+	_, statErr := os.Lstat(path)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+	}
+	defer f.Close()
+	if err = f.Truncate(size); err == nil {
+		if _, err = f.WriteAt(lines, size); err == nil {
+			err = f.Sync()
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+	}
+	if statErr != nil {
+		return syncDir(filepath.Dir(path))
+	}
+	return nil
+}
+
+// logLine is one line of an operation's log, operations/<id>.log.
+type logLine struct {
+	Seq   int64     `json:"seq"`
+	At    time.Time `json:"at"`
+	State state     `json:"state"`
+	Code  string    `json:"code"`
+	Text  string    `json:"text"`
+}
+
+// operationLog appends to the log of one operation. It is told to people and is no source of truth:
+// a line that cannot be written is lost, and the rollout goes on.
+type operationLog struct {
+	mu    sync.Mutex
+	path  string
+	lines []logLine // of this process and read back at open: followers are served from memory
+	grown chan struct{}
+}
+
+func (d *dataDir) openLog(service, id string) *operationLog {
+	l := &operationLog{path: d.serviceFile(service, "operations", id+".log"), grown: make(chan struct{})}
+	l.lines, _ = readLog(l.path)
+	return l
+}
+
+// readLog reads a log; a torn last line is passed over.
+func readLog(path string) ([]logLine, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	var lines []logLine
+	for line := range bytes.Lines(b) {
+		var l logLine
+		if bytes.HasSuffix(line, []byte("\n")) && json.Unmarshal(line, &l) == nil {
+			lines = append(lines, l)
+		}
+	}
+	return lines, nil
+}
+
+// maxLogLines bounds a log: a candidate that flaps for hours must not fill the disk. The end of the
+// operation is always written.
+const maxLogLines = 2000
+
+// say appends one line of the fixed vocabulary.
+func (l *operationLog) say(now time.Time, st state, code string, args ...any) {
+	format, ok := logTexts[code]
+	if !ok {
+		panic("no text for log code " + code)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.lines) >= maxLogLines && !st.terminal() {
+		return
+	}
+	line := logLine{Seq: int64(len(l.lines)) + 1, At: now.UTC().Truncate(time.Millisecond), State: st, Code: code, Text: fmt.Sprintf(format, args...)}
+	l.lines = append(l.lines, line)
+	close(l.grown)
+	l.grown = make(chan struct{})
+	b, _ := json.Marshal(line)
+	if makeDir(filepath.Dir(l.path)) != nil {
+		return
+	}
+	f, err := os.OpenFile(l.path, os.O_CREATE|os.O_APPEND|os.O_RDWR, 0o600)
+	if err != nil {
+		return
+	}
+	defer f.Close()
+	if line.Seq > 1 { // after a torn line begin a new one
+		var c [1]byte
+		if st, err := f.Stat(); err == nil && st.Size() > 0 {
+			if _, err := f.ReadAt(c[:], st.Size()-1); err == nil && c[0] != '\n' {
+				b = append([]byte{'\n'}, b...)
+			}
+		}
+	}
+	_, _ = f.Write(append(b, '\n'))
+}
+
+// since returns the lines after seq and a channel that is closed when there are more.
+func (l *operationLog) since(seq int64) ([]logLine, <-chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if seq < 0 || seq > int64(len(l.lines)) {
+		seq = int64(len(l.lines))
+	}
+	return l.lines[seq:len(l.lines):len(l.lines)], l.grown
+}
+
+// public is the public half of an error; what has none is told as not continued.
+func public(err error) failure {
+	var c *codedError
+	switch {
+	case errors.As(err, &c):
+		return c.failure
+	case errors.Is(err, errStorage), errors.Is(err, syscall.ENOSPC):
+		t := publicTexts["state_unavailable"]
+		return failure{Code: "state_unavailable", Summary: t.summary, Hint: t.hint}
+	}
+	t := publicTexts["interrupted"]
+	return failure{Code: "interrupted", Summary: fmt.Sprintf(t.summary, "the host did not do what was asked of it"), Hint: t.hint}
+}

@@ -1,0 +1,339 @@
+// Toad deploys singleton containers on one host: it stops the running instance, starts the
+// candidate, watches it, and promotes it or puts back what ran before.
+//
+// Usage:
+//
+//	toad serve
+//	toad status [SERVICE]
+//	toad deploy SERVICE IMAGE
+//	toad watch OPERATION
+//	toad rollback SERVICE|OPERATION
+//	toad log OPERATION
+//	toad history SERVICE
+//	toad check DIR
+//	toad version
+//
+// `serve` is the server: one on a host, in its own container. `check` judges a directory of
+// enrollments without a host. The other commands speak to the server over its administration
+// socket, /data/run/toad.sock unless --socket names another.
+//
+// IMAGE is the enrolled repository and a digest: registry.example.org/apps/hello@sha256:….
+// `deploy` follows its operation to the end unless --no-wait is given. Ctrl-C ends the watching and
+// never the operation; `watch` takes it up again. A connection that is lost is tried for two
+// minutes, so that Toad may restart in between. A request is sent again only under the key it was
+// first sent with, and Toad accepts a key once: --key gives it again by hand.
+//
+// `rollback SERVICE` looks at the service once. An operation under way is asked to end; with none
+// under way the retained revision is deployed again. With --expect or --key it is always the
+// latter: who repeats a request must not end the operation that it began. `rollback OPERATION` asks
+// that operation to end. An argument that could be either is an operation if there is one.
+//
+// Answers go to standard output, everything else to standard error. With --json standard output is
+// one document as the API gives it: the final operation, or the problem of a refused request.
+// Flags may stand before or behind the arguments, and every flag can be set by a variable: --socket
+// by TOAD_SOCKET, --no-wait by TOAD_NO_WAIT.
+//
+// Exit status:
+//
+//	0    promoted, or done
+//	1    the request was refused or failed
+//	2    usage
+//	3    the operation failed
+//	4    the operation was rolled back
+//	5    the server is out of reach
+//	130  interrupted
+//
+// `rollback` exits 0 when it ended as asked: the operation under way rolled back or cancelled, or the
+// retained revision promoted.
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+
+	"github.com/peterbourgon/ff/v3"
+	"github.com/peterbourgon/ff/v3/ffcli"
+)
+
+func main() {
+	os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// run is one whole command line; its result is the exit status.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(ctx, syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
+
+	// Package flag prints the help after every mistake: it is shown only when asked for.
+	var help bytes.Buffer
+	root := newRoot(stdout, stderr)
+	for _, c := range append(root.Subcommands, root) {
+		c.FlagSet.SetOutput(&help)
+		c.UsageFunc = usageText
+	}
+	err := root.Parse(permute(root, args))
+	switch {
+	case err == nil:
+		err = root.Run(ctx)
+	case errors.Is(err, flag.ErrHelp):
+		io.WriteString(stdout, strings.TrimRight(help.String(), "\n")+"\n")
+		return 0
+	default:
+		text := strings.TrimPrefix(err.Error(), "error parsing commandline arguments: ")
+		text = strings.TrimPrefix(text, "error parsing environment variables: ")
+		hint := "toad -h lists the commands"
+		for _, c := range root.Subcommands {
+			if len(args) > 0 && args[0] == c.Name {
+				hint = "toad " + c.Name + " -h lists the flags"
+			}
+		}
+		err = usageError(text, hint)
+	}
+	var e *commandError
+	switch {
+	case err == nil:
+		return 0
+	case !errors.As(err, &e):
+		e = &commandError{status: exitRefused, text: err.Error()}
+	}
+	if e.text != "" {
+		printLine(stderr, "toad: %s", e.text)
+	}
+	if e.hint != "" {
+		printLine(stderr, "hint: %s", e.hint)
+	}
+	return e.status
+}
+
+// newRoot builds the command tree, every flag at its default.
+func newRoot(stdout, stderr io.Writer) *ffcli.Command {
+	return &ffcli.Command{
+		Name:       "toad",
+		ShortUsage: "toad COMMAND [ARGUMENTS] [FLAGS]",
+		ShortHelp:  "deploy singleton containers on one host",
+		LongHelp: "Every flag can be set by a variable: --socket by TOAD_SOCKET.\n" +
+			"Exit status: 0 promoted or done, 1 refused, 2 usage, 3 operation failed,\n" +
+			"4 rolled back, 5 server out of reach, 130 interrupted.",
+		FlagSet: newFlags("toad"),
+		Subcommands: []*ffcli.Command{
+			serveCmd(stderr),
+			statusCmd(stdout, stderr),
+			deployCmd(stdout, stderr),
+			watchCmd(stdout, stderr),
+			rollbackCmd(stdout, stderr),
+			logCmd(stdout, stderr),
+			historyCmd(stdout, stderr),
+			checkCmd(stdout),
+			versionCmd(stdout),
+		},
+		Exec: func(_ context.Context, args []string) error {
+			if len(args) == 0 {
+				return usageError("no command given", "toad -h lists the commands")
+			}
+			return usageError(fmt.Sprintf("unknown command: %s", args[0]), "toad -h lists the commands")
+		},
+	}
+}
+
+func newFlags(name string) *flag.FlagSet { return flag.NewFlagSet(name, flag.ContinueOnError) }
+
+func envFlags() []ff.Option { return []ff.Option{ff.WithEnvVarPrefix("TOAD")} }
+
+// permute moves the flags among a command's arguments before them: package flag stops at the first
+// argument, and `toad deploy hello IMAGE --no-wait` is what everybody types.
+func permute(c *ffcli.Command, args []string) []string {
+	for _, sub := range c.Subcommands {
+		if len(args) > 0 && args[0] == sub.Name {
+			return append([]string{sub.Name}, permute(sub, args[1:])...)
+		}
+	}
+	if len(c.Subcommands) > 0 {
+		return args
+	}
+	var flags, rest []string
+	for i := 0; i < len(args); i++ {
+		if args[i] == "--" {
+			rest = append(rest, args[i+1:]...)
+			break
+		}
+		if len(args[i]) < 2 || args[i][0] != '-' {
+			rest = append(rest, args[i])
+			continue
+		}
+		flags = append(flags, args[i])
+		name := strings.TrimPrefix(args[i][1:], "-")
+		f := c.FlagSet.Lookup(name) // nil with "=value" in it, and when unknown
+		if f == nil || isBool(f) {
+			continue
+		}
+		if i++; i == len(args) {
+			return flags // its value is missing, which package flag says
+		}
+		flags = append(flags, args[i])
+	}
+	return append(append(flags, "--"), rest...)
+}
+
+func isBool(f *flag.Flag) bool {
+	b, ok := f.Value.(interface{ IsBoolFlag() bool })
+	return ok && b.IsBoolFlag()
+}
+
+// usageText is the help of one command, with flags spelled as everybody types them.
+func usageText(c *ffcli.Command) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "usage: %s\n\n%s\n", c.ShortUsage, c.ShortHelp)
+	if c.LongHelp != "" {
+		fmt.Fprintf(&b, "%s\n", c.LongHelp)
+	}
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	if len(c.Subcommands) > 0 {
+		fmt.Fprintf(w, "\ncommands:\n")
+	}
+	for _, sub := range c.Subcommands {
+		fmt.Fprintf(w, "  %s\t%s\n", sub.Name, sub.ShortHelp)
+	}
+	heading := "\nflags:\n"
+	c.FlagSet.VisitAll(func(f *flag.Flag) {
+		value, text := flag.UnquoteUsage(f)
+		name := strings.TrimRight("--"+f.Name+" "+strings.ToUpper(value), " ")
+		if len(f.Name) == 1 {
+			name = "-" + f.Name
+		}
+		if f.DefValue != "" && !isBool(f) {
+			text += " (default " + f.DefValue + ")"
+		}
+		fmt.Fprintf(w, "%s  %s\t%s\n", heading, name, text)
+		heading = ""
+	})
+	w.Flush()
+	return b.String()
+}
+
+// reservedNames are the units and containers of the host's own that no service may claim.
+const reservedNames = "toad,toad-gateway,caddy,zot,luci,secrets"
+
+// serveConfig is where the server finds what it works with; DESIGN section 10 has the defaults.
+type serveConfig struct {
+	bus        string   // D-Bus address of the systemd user manager
+	podman     string   // URL of Podman's API
+	quadlets   string   // directory the units are written to
+	data       string   // directory of the records; the socket is run/toad.sock in it
+	enrollment string   // directory of the enrollments, read-only
+	authFile   string   // credentials for the registry
+	caFile     string   // certificates the registry is trusted by
+	plainHTTP  []string // registries spoken to without TLS
+	reserved   []string // names no service may claim
+}
+
+func serveCmd(stderr io.Writer) *ffcli.Command {
+	var cfg serveConfig
+	fs := newFlags("serve")
+	fs.StringVar(&cfg.bus, "bus", "unix:path=/run/toad/bus", "`address` of the systemd user manager's bus")
+	fs.StringVar(&cfg.podman, "podman", "unix:///run/toad/podman/podman.sock", "`URL` of Podman's API")
+	fs.StringVar(&cfg.quadlets, "quadlets", "/quadlet", "`directory` the units are written to")
+	fs.StringVar(&cfg.data, "data", "/data", "`directory` of the records and of the socket run/toad.sock")
+	fs.StringVar(&cfg.enrollment, "enrollment", "/enrollment", "`directory` of the enrollments")
+	fs.StringVar(&cfg.authFile, "auth-file", "/etc/toad/auth.json", "`file` with the registry's credentials")
+	fs.StringVar(&cfg.caFile, "ca-file", "/etc/toad/ca.pem", "`file` with the certificates that the registry is trusted by")
+	fs.Func("plain-http", "registry `host` that is spoken to without TLS; repeatable", func(s string) error {
+		cfg.plainHTTP = append(cfg.plainHTTP, splitNames(s)...)
+		return nil
+	})
+	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
+	return &ffcli.Command{
+		Name:       "serve",
+		ShortUsage: "toad serve [FLAGS]",
+		ShortHelp:  "run the server",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("serve", args); err != nil {
+				return err
+			}
+			cfg.reserved = splitNames(*reserved)
+			return serve(ctx, cfg, newLog(stderr))
+		},
+	}
+}
+
+func checkCmd(stdout io.Writer) *ffcli.Command {
+	var opts enrollOptions
+	fs := newFlags("check")
+	fs.StringVar(&opts.quadlets, "quadlets", "", "`directory` of the host's Quadlets, to check networks against")
+	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
+	return &ffcli.Command{
+		Name:       "check",
+		ShortUsage: "toad check DIR [FLAGS]",
+		ShortHelp:  "validate a directory of enrollments without a host",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(_ context.Context, args []string) error {
+			if err := wantArgs("check", args, "DIR"); err != nil {
+				return err
+			}
+			opts.reserved = splitNames(*reserved)
+			if !checkDirectory(stdout, args[0], opts) {
+				return &commandError{status: exitRefused} // checkDirectory has said why
+			}
+			return nil
+		},
+	}
+}
+
+// version is set by the release build: -ldflags "-X main.version=v1.2.3".
+var version string
+
+// buildVersion is the release, or what the module system knows of this build.
+func buildVersion() wireVersion {
+	v := wireVersion{Version: version, Go: runtime.Version()}
+	if info, ok := debug.ReadBuildInfo(); ok && v.Version == "" {
+		v.Version = info.Main.Version
+	}
+	v.Version = cmp.Or(v.Version, "unknown")
+	return v
+}
+
+func versionCmd(stdout io.Writer) *ffcli.Command {
+	return &ffcli.Command{
+		Name:       "version",
+		ShortUsage: "toad version",
+		ShortHelp:  "print this binary's version",
+		FlagSet:    newFlags("version"),
+		Exec: func(_ context.Context, args []string) error {
+			if err := wantArgs("version", args); err != nil {
+				return err
+			}
+			v := buildVersion()
+			printLine(stdout, "toad %s (%s)", v.Version, v.Go)
+			return nil
+		},
+	}
+}
+
+// newLog logs for the journal as JSON, and for a person as text.
+func newLog(stderr io.Writer) *slog.Logger {
+	if isTerminal(stderr) {
+		return slog.New(slog.NewTextHandler(stderr, nil))
+	}
+	return slog.New(slog.NewJSONHandler(stderr, nil))
+}
+
+// splitNames splits a comma-separated list; "" is the empty one.
+func splitNames(s string) []string {
+	return strings.FieldsFunc(s, func(r rune) bool { return r == ',' || r == ' ' })
+}

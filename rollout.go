@@ -1,0 +1,2053 @@
+// rollout.go sequences every change to the host: the rollout of one service, its rollback, and
+// recovery, which re-enters the same function. It sees systemd and Podman through two small
+// interfaces and decides everything itself: no driver ever judges whether a status is good.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// units is what a rollout asks of the systemd user manager. Every method is bounded by its
+// context and by the driver's own timeout, and may be used concurrently. A nil error of a
+// mutating method means that systemd took the request, never that the host now is as wished.
+type units interface {
+	// Unit loads the unit and reads its properties in one round trip. A unit that does not exist is
+	// no error: its LoadState is "not-found".
+	Unit(ctx context.Context, name string) (unitStatus, error)
+	// Processes lists what still lives in the unit's control group ("PID command").
+	// An unloaded unit has none.
+	Processes(ctx context.Context, name string) ([]string, error)
+	// Hold keeps the unit loaded after it stops (a stopped unit is collected at once, and with it
+	// all that could be known of its end) and collects its signals until release is called.
+	Hold(ctx context.Context, name string) (signals *unitSignals, release func(), err error)
+	// Start and Stop return once systemd has queued the job; what became of it is seen by looking.
+	Start(ctx context.Context, name string) error
+	Stop(ctx context.Context, name string) error
+	// Reload returns when the manager has read all units again; a broken file is no error.
+	Reload(ctx context.Context) error
+	// ResetFailed clears a failed state and with it the start limit's memory.
+	ResetFailed(ctx context.Context, name string) error
+	// Run runs one host program to its end as a transient unit of that name, its standard output
+	// and error in the named file of the host. It tells whether the exit status was 0; the error says
+	// that it could not be run to its end.
+	Run(ctx context.Context, name string, argv, env []string, output string) (ok bool, err error)
+	// Incarnation tells one start of the user manager from another: its UserspaceTimestampMonotonic.
+	Incarnation(ctx context.Context) (string, error)
+}
+
+// containers is what a rollout asks of Podman. The same bounds hold as for units.
+type containers interface {
+	// Containers lists every container, running or not, that has this name, or that the unit or the
+	// service labels as its own (PODMAN_SYSTEMD_UNIT, toad.service).
+	Containers(ctx context.Context, service, unit, name string) ([]container, error)
+	// Container inspects one container by id or name; errNotFound if there is none.
+	Container(ctx context.Context, nameOrID string) (container, error)
+	// Remove removes the container with this full id by force; nil if there is none.
+	Remove(ctx context.Context, id string) error
+	// Image returns the id (config digest, "sha256:…") of the image with that reference; errNotFound.
+	Image(ctx context.Context, ref string) (string, error)
+	// Load stores the OCI archive that it reads, once: a broken stream is an error and never retried.
+	Load(ctx context.Context, tar io.Reader) error
+	// Starts counts Podman's own start events of containers with that name since then.
+	Starts(ctx context.Context, name string, since time.Time) (int, error)
+	// Exists tells whether a network, secret or volume of that name exists.
+	Exists(ctx context.Context, kind, name string) (bool, error)
+}
+
+// unitStatus is one look at a unit: properties of org.freedesktop.systemd1.Unit and .Service
+// under their own names.
+type unitStatus struct {
+	LoadState, ActiveState, SubState, Result string
+	Job                                      uint32 // 0: no job queued or running
+	InvocationID                             string // 32 hex digits, "" when unloaded
+	NRestarts                                uint32
+	MainPID                                  uint32
+	ControlGroup                             string
+	SourcePath, FragmentPath                 string
+	NeedDaemonReload                         bool
+	ExecStart                                []string // argv of the last ExecStart= line
+	// Dependents are the units that would start, stop or restart this one, or with it: the union of
+	// TriggeredBy, RequiredBy, RequisiteOf, BoundBy, ConsistsOf, UpheldBy and WantedBy.
+	Dependents []string
+}
+
+// stopped says what systemd itself says of a unit that has ended. It proves nothing alone:
+// systemd says it while an unkillable process still lives.
+func (u unitStatus) stopped() bool {
+	return u.Job == 0 && (u.ActiveState == "inactive" && u.SubState == "dead" ||
+		u.ActiveState == "failed" && u.SubState == "failed")
+}
+
+// unitSignals collects what systemd signals of one unit between two looks. Signals are never the
+// truth, only faster than looking and more complete: a restart between two looks is seen in them.
+type unitSignals struct {
+	C chan struct{} // holds one token when there is something to take
+
+	mu   sync.Mutex
+	seen []unitStatus
+}
+
+func newUnitSignals() *unitSignals { return &unitSignals{C: make(chan struct{}, 1)} }
+
+// put adds one signalled status. Only ActiveState, SubState, InvocationID, NRestarts and MainPID are
+// set; one that differs in none of them from the last is dropped.
+func (s *unitSignals) put(u unitStatus) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n := len(s.seen); n > 0 {
+		l := s.seen[n-1]
+		if l.ActiveState == u.ActiveState && l.SubState == u.SubState && l.InvocationID == u.InvocationID &&
+			l.NRestarts == u.NRestarts && l.MainPID == u.MainPID {
+			return
+		}
+		if n >= 4096 { // nobody reads: the looks have to make up for the oldest
+			s.seen = append(s.seen[:0], s.seen[n/2:]...)
+		}
+	}
+	s.seen = append(s.seen, u)
+	select {
+	case s.C <- struct{}{}:
+	default:
+	}
+}
+
+// take returns what was put since the last take, oldest first.
+func (s *unitSignals) take() []unitStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	seen := s.seen
+	s.seen = nil
+	select {
+	case <-s.C:
+	default:
+	}
+	return seen
+}
+
+// container is one look at a container.
+type container struct {
+	ID, Name  string
+	Status    string // Podman's word: created, running, paused, stopping, exited, …
+	ConmonPID uint32
+	ImageName string // as given at creation: repository@digest
+	ImageID   string // config digest, "sha256:…"
+	Unit      string // label PODMAN_SYSTEMD_UNIT
+	Labels    map[string]string
+	StartedAt time.Time
+	Addresses map[string]string // network name → IP address
+}
+
+// host is the world as a service is given it: the two drivers, five function values (wall clock, boot
+// clock, boot identity, image fetch, probe), and where the Quadlet directory is.
+type host struct {
+	units      units
+	containers containers
+
+	wall   func() time.Time
+	boot   func() time.Duration // CLOCK_BOOTTIME
+	bootID func() string        // the kernel's random/boot_id
+	fetch  func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error)
+	probe  probeFunc
+
+	quadlets string
+	// hostPaths tells how the host names the data and the Quadlet directory: what runs on the host by
+	// systemd's hand does not see Toad's mounts.
+	hostPaths func(ctx context.Context) (data, quadlets string, err error)
+}
+
+// errRequested ends a step because a rollback of the operation was requested.
+var errRequested = errors.New("rollback requested")
+
+// service is one enrolled service: the single writer of its record, its unit and its instance.
+type service struct {
+	// never changes
+	name   string
+	data   *dataDir
+	host   *host
+	enroll func() (enrolled, error) // the enrollment in force, read anew
+	log    *slog.Logger
+
+	mu  sync.Mutex // guards commits; never held across a call to the host
+	rec atomic.Pointer[record]
+	// ev and cancelStep are guarded by mu.
+	ev         *eventLog
+	cancelStep context.CancelCauseFunc
+
+	wake chan struct{} // one token: look again
+
+	// owned by run
+	signals *unitSignals
+	held    string // the unit that signals are of
+	release func()
+	// restartTold is when a restart after promotion was last told.
+	restartTold time.Time
+
+	live live
+}
+
+// live is what is known now and not kept on disk.
+type live struct {
+	sync.Mutex
+	changed     chan struct{} // closed at every change of record or live state
+	unavailable error         // why the record cannot be used; set until the first load
+	closing     bool          // no new operation is taken
+	readyFor    time.Duration
+	health      health
+	problems    []wireProblem // of the retained rollback
+	checked     bool          // the retained rollback was looked at
+	log         *operationLog // of the operation under way or last ended
+}
+
+// health is runtime health, apart from any outcome.
+type health struct {
+	state      string // running, starting, stopped, failed, held, foreign, unknown
+	ready      bool
+	observedAt time.Time
+	digest     string
+	current    bool // what runs is the current revision
+}
+
+func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
+	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1)}
+	s.live.changed = make(chan struct{})
+	s.live.unavailable = errors.New("not read yet")
+	s.live.health.state = "unknown"
+	return s
+}
+
+// run owns the service until ctx ends. Whatever leaves it not knowing what is on disk (a failed write)
+// makes it forget everything and begin from the disk again; only this service is affected.
+func (s *service) run(ctx context.Context) {
+	defer func() {
+		if s.release != nil {
+			s.release()
+		}
+	}()
+	for backoff := time.Second; ; backoff = min(2*backoff, 30*time.Second) {
+		begun := time.Now()
+		err := s.incarnation(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		s.setUnavailable(err)
+		s.alert("state-unavailable", "err", err)
+		if time.Since(begun) > time.Minute {
+			backoff = time.Second
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(backoff):
+		}
+	}
+}
+
+// incarnation reads the records and does what they ask for until ctx ends or the disk fails.
+func (s *service) incarnation(ctx context.Context) error {
+	if err := s.open(); err != nil {
+		return err
+	}
+	if op := s.rec.Load().active(); op != nil {
+		s.say("resumed", op.State)
+	}
+	for {
+		var err error
+		switch r := s.rec.Load(); {
+		case r.active() != nil:
+			err = s.rollout(ctx)
+		case r.Held != nil:
+			err = s.unhold(ctx)
+		default:
+			err = s.watch(ctx)
+		}
+		if err != nil {
+			return err
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+	}
+}
+
+// open loads the record and brings the event log in step with it. Both are durable afterwards.
+func (s *service) open() error {
+	r, err := s.data.load(s.name)
+	if err != nil {
+		return err
+	}
+	if err := makeDir(s.data.serviceFile(s.name)); err != nil {
+		return err
+	}
+	ev, err := s.data.openEvents(r)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.ev = ev
+	s.rec.Store(r)
+	s.mu.Unlock()
+	s.live.Lock()
+	s.live.unavailable = nil
+	s.live.log = nil
+	if r.Operation != nil {
+		s.live.log = s.data.openLog(s.name, r.Operation.ID)
+	}
+	s.live.Unlock()
+	s.notify()
+	return nil
+}
+
+// notify wakes everyone who waits for a change.
+func (s *service) notify() {
+	s.live.Lock()
+	close(s.live.changed)
+	s.live.changed = make(chan struct{})
+	s.live.Unlock()
+}
+
+func (s *service) changed() <-chan struct{} {
+	s.live.Lock()
+	defer s.live.Unlock()
+	return s.live.changed
+}
+
+func (s *service) setUnavailable(err error) {
+	s.live.Lock()
+	s.live.unavailable = err
+	s.live.Unlock()
+	s.notify()
+}
+
+// poke makes run look again.
+func (s *service) poke() {
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+// op is the operation under way or last ended. The record it belongs to is never changed, only replaced.
+func (s *service) op() *operation { return s.rec.Load().Operation }
+
+// commit replaces service.json by what change makes of it, together with the events that this makes
+// known. It is durable when it returns nil, the event log included. An error of change is returned as
+// it is and nothing happens; errStorage leaves open what is on disk.
+func (s *service) commit(change func(r *record) error, events ...event) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.commitLocked(change, events...)
+}
+
+func (s *service) commitLocked(change func(r *record) error, events ...event) error {
+	now := s.now()
+	old := s.rec.Load()
+	r := old.clone()
+	if err := change(r); err != nil {
+		return err
+	}
+	if op := r.Operation; op != nil {
+		if old.Operation != nil && old.Operation.ID == op.ID && old.Operation.State != op.State {
+			if !slices.Contains(nextStates[old.Operation.State], op.State) {
+				return fmt.Errorf("operation %s cannot go from %s to %s", op.ID, old.Operation.State, op.State)
+			}
+			op.Timeline = append(op.Timeline, transition{op.State, now})
+			op.Step = ""
+			if op.State.terminal() {
+				op.FinishedAt = &now
+			}
+		}
+		if !op.State.terminal() || op.FinishedAt == &now {
+			op.UpdatedAt = now
+		}
+	}
+	r.UpdatedAt = now
+	r.EventHead, r.Events = s.ev.head, nil
+	for head := s.ev.head; len(r.Events) < len(events); {
+		e := events[len(r.Events)]
+		e.At, e.Service = now, s.name
+		if e.Operation == "" && r.Operation != nil {
+			e.Operation = r.Operation.ID
+		}
+		if e.Actor == "" {
+			e.Actor = "toad"
+		}
+		head = e.seal(head)
+		r.Events = append(r.Events, e)
+	}
+	if err := s.data.save(r); err != nil {
+		return err
+	}
+	s.rec.Store(r)
+	err := s.ev.append(r.Events)
+	if errors.Is(err, errStorage) && s.data.giveReserve() {
+		err = s.ev.append(r.Events)
+	}
+	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
+		s.live.Lock()
+		s.live.log = s.data.openLog(s.name, r.Operation.ID)
+		s.live.readyFor = 0
+		s.live.Unlock()
+	}
+	s.notify()
+	return err
+}
+
+// advance takes the operation to its next state.
+func (s *service) advance(to state, change func(op *operation), events ...event) error {
+	err := s.commit(func(r *record) error {
+		r.Operation.State = to
+		if change != nil {
+			change(r.Operation)
+		}
+		return nil
+	}, events...)
+	if err == nil {
+		s.log.Info("state", "operation", s.op().ID, "generation", s.op().Candidate.Generation, "state", to)
+	}
+	return err
+}
+
+// intend persists a step before it is done.
+func (s *service) intend(step string, change func(r *record)) error {
+	return s.commit(func(r *record) error {
+		r.Operation.Step = step
+		if change != nil {
+			change(r)
+		}
+		return nil
+	})
+}
+
+// now is the wall clock as records hold it.
+func (s *service) now() time.Time { return s.host.wall().UTC().Truncate(time.Millisecond) }
+
+// say adds a line to the operation's log, and the same to the journal.
+func (s *service) say(code string, args ...any) {
+	op := s.op()
+	s.live.Lock()
+	l := s.live.log
+	s.live.Unlock()
+	if op == nil || l == nil {
+		return
+	}
+	l.say(s.now(), op.State, code, args...)
+	s.log.Info(fmt.Sprintf(logTexts[code], args...), "operation", op.ID)
+}
+
+// alert is one line to the journal at priority err: an operator should look.
+func (s *service) alert(what string, args ...any) { s.log.Error(what, args...) }
+
+// after makes the deadline that lies d from now.
+func (s *service) after(d time.Duration) *deadline {
+	return &deadline{At: s.now().Add(d), Boot: (s.host.boot() + d).Seconds(), BootID: s.host.bootID()}
+}
+
+// left is the time until a deadline. Within one boot of the kernel its boot clock decides; over a
+// reboot the wall clock, and one that went back behind the last commit is a passed deadline.
+func (s *service) left(d *deadline) time.Duration {
+	if d.BootID == s.host.bootID() {
+		return time.Duration(d.Boot*float64(time.Second)) - s.host.boot()
+	}
+	if s.now().Before(s.op().UpdatedAt) {
+		return -1
+	}
+	return d.At.Sub(s.host.wall())
+}
+
+// within bounds a step by a deadline and lets a rollback request end it.
+func (s *service) within(ctx context.Context, d *deadline) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	s.mu.Lock()
+	s.cancelStep = cancel
+	requested := s.op().RollbackRequested && s.op().State != rollingBack
+	s.mu.Unlock()
+	if requested {
+		cancel(errRequested)
+	}
+	ctx, stop := context.WithTimeoutCause(ctx, s.left(d), context.DeadlineExceeded)
+	return ctx, func() {
+		stop()
+		s.mu.Lock()
+		s.cancelStep = nil
+		s.mu.Unlock()
+		cancel(nil)
+	}
+}
+
+// wait sleeps until d is over, something was signalled, or run was poked.
+func (s *service) wait(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(max(d, 0))
+	defer t.Stop()
+	var c <-chan struct{}
+	if s.signals != nil {
+		c = s.signals.C
+	}
+	select {
+	case <-t.C:
+	case <-c:
+	case <-s.wake:
+	case <-ctx.Done():
+	}
+	return ctx.Err()
+}
+
+// hold keeps the unit loaded and its signals coming for as long as the service is run.
+func (s *service) hold(ctx context.Context, unit string) error {
+	if s.held == unit {
+		return nil
+	}
+	sig, release, err := s.host.units.Hold(ctx, unit)
+	if err != nil {
+		return fmt.Errorf("holding %s: %w", unit, err)
+	}
+	if s.release != nil {
+		s.release()
+	}
+	s.signals, s.release, s.held = sig, release, unit
+	return nil
+}
+
+// bootNow tells this boot from any other: a reboot changes the kernel's boot id, a restarted user
+// manager its own start time.
+func (s *service) bootNow(ctx context.Context) (string, error) {
+	m, err := s.host.units.Incarnation(ctx)
+	if err != nil {
+		return "", fmt.Errorf("reading the user manager's start time: %w", err)
+	}
+	return s.host.bootID() + "/" + m, nil
+}
+
+func (s *service) images() string { return s.data.serviceFile(s.name, "images") }
+
+// unitPath is where the unit of this service is written: a directory of its own, because a file that
+// the generator cannot load takes every unit of its directory down with it.
+func (s *service) unitPath(unit string) string {
+	return filepath.Join(s.host.quadlets, s.name, unit)
+}
+
+// rollout takes the operation from whatever state is on disk to a terminal one. Each block may run
+// again after a kill, under the original deadlines: it looks at the host before it acts. It returns
+// an error only when nothing more can be written or Toad is to stop; then nothing is decided, and the
+// next start re-enters here.
+func (s *service) rollout(ctx context.Context) error {
+	// Disk: the operation, maybe the candidate revision. Host: untouched. A kill repeats the checks.
+	if s.op().State == preparing {
+		rev, info, err := s.prepare(ctx)
+		if s.undecided(ctx, err) {
+			return err
+		} else if err != nil {
+			return s.fail(err, nil) // the instance never noticed
+		}
+		old := time.Duration(rev.Enrollment.StopDeadline)
+		if cur := s.rec.Load().Current; cur != nil {
+			if r, err := s.data.revision(s.name, cur.Generation); err == nil {
+				old = time.Duration(r.Enrollment.StopDeadline)
+			}
+		}
+		if err := s.advance(activating, func(op *operation) {
+			op.Candidate.ConfigID = info.ConfigID
+			op.StopDeadline = s.after(old)
+			op.RolloutDeadline = s.after(time.Duration(rev.Enrollment.Probation.RolloutDeadline))
+			if d := time.Duration(rev.Enrollment.Probation.StartupDeadline); d > 0 {
+				op.StartupDeadline = s.after(d)
+			}
+		}, event{Type: "activate", Detail: rev.Image}); err != nil {
+			return err
+		}
+	}
+
+	if s.op().State.terminal() {
+		return nil
+	}
+	rev, err := s.data.revision(s.name, s.op().Candidate.Generation)
+	if err != nil {
+		return err // the record of an operation under way is gone: the service is closed
+	}
+
+	// Disk: the step. Host: the old instance is being stopped, or is gone; the candidate may have been
+	// started. A kill re-enters at the step after proving again what it relies on.
+	if s.op().State == activating {
+		untouched := s.op().Step == ""
+		switch err := s.activate(ctx, rev); {
+		case s.undecided(ctx, err):
+			return err
+		case err == nil:
+		case isCode(err, "termination_unconfirmed"):
+			return s.fail(err, s.heldBy(s.rec.Load().Current, false))
+		case untouched && s.op().Step == "":
+			return s.fail(err, nil)
+		default:
+			if err := s.beginRollback(err); err != nil {
+				return err
+			}
+		}
+	}
+
+	// Disk: every restart, the first readiness. Host: the candidate runs, restarts or has ended. A kill
+	// begins with an empty window under the old deadline and count.
+	if st := s.op().State; st == inProbation || st == promoting {
+		switch err := s.probation(ctx, rev); {
+		case s.undecided(ctx, err):
+			return err
+		case err == nil: // promoted
+		default:
+			if err := s.beginRollback(err); err != nil {
+				return err
+			}
+		}
+	}
+
+	// Disk: the step and why. Host: the candidate is being stopped, or the target comes back. A kill
+	// re-enters at the step; the target is started once.
+	if s.op().State == rollingBack {
+		switch h, err := s.rollBack(ctx, rev); {
+		case s.undecided(ctx, err):
+			return err
+		case err == nil:
+		default:
+			return s.fail(err, h)
+		}
+	}
+	return nil
+}
+
+// undecided tells that a step ended without an outcome: Toad is to stop, or the disk failed.
+func (s *service) undecided(ctx context.Context, err error) bool {
+	return err != nil && (ctx.Err() != nil || errors.Is(err, errStorage) || errors.Is(err, errCorrupt))
+}
+
+func isCode(err error, code string) bool {
+	var c *codedError
+	return errors.As(err, &c) && c.Code == code
+}
+
+// fail ends the operation, and holds the service in the same commit if an instance may still be there.
+func (s *service) fail(err error, h *held) error {
+	f := public(err)
+	typ := "failed"
+	if op := s.op(); op.State == rollingBack {
+		f.Cause = op.Failure.Code
+		if f.Code == "rollback_failed" {
+			typ = "rollback-failed"
+		}
+	}
+	events := []event{{Type: typ, Detail: f.Code}}
+	if h != nil {
+		h.Operation, h.Since = s.op().ID, s.now()
+		h.Remains = remainsOf(err)
+		events = append(events, event{Type: "held", Detail: strings.Join(h.Remains, "; ")})
+	}
+	s.log.Warn("operation failed", "operation", s.op().ID, "err", err)
+	if err := s.commit(func(r *record) error {
+		r.Operation.State, r.Operation.Failure, r.Held = hasFailed, &f, h
+		return nil
+	}, events...); err != nil {
+		return err
+	}
+	s.say("failed", f.Code+": "+f.Summary)
+	if h != nil {
+		s.say("held")
+	}
+	if typ == "rollback-failed" || h != nil {
+		s.alert(typ, "operation", s.op().ID, "code", f.Code, "summary", f.Summary)
+	}
+	return nil
+}
+
+// heldBy is the hold for an instance of that revision which may still be there.
+func (s *service) heldBy(ref *promotedRevision, candidate bool) *held {
+	h := &held{Candidate: candidate, Revision: s.op().Candidate}
+	if !candidate && ref != nil {
+		h.Revision = ref.reference
+	}
+	return h
+}
+
+// stillThere is the private half of termination_unconfirmed: what remains, in public words.
+type stillThere []string
+
+func (r stillThere) Error() string { return strings.Join(r, "; ") }
+
+func remainsOf(err error) []string {
+	var r stillThere
+	errors.As(err, &r)
+	return r
+}
+
+// beginRollback persists why.
+func (s *service) beginRollback(why error) error {
+	f := public(why)
+	s.log.Warn("rolling back", "operation", s.op().ID, "err", why)
+	typ := "probation-failed"
+	if s.op().State == activating || s.op().FirstReady == nil {
+		typ = "startup-failed"
+	}
+	if err := s.advance(rollingBack, func(op *operation) { op.Failure = &f }, event{Type: typ, Detail: f.Code}); err != nil {
+		return err
+	}
+	if p := s.op().Previous; p != nil {
+		s.say("rolling_back", p.Generation, f.Code)
+	} else {
+		s.say("rolling_back_none", f.Code)
+	}
+	return nil
+}
+
+// prepare fetches and verifies everything while the old instance serves.
+func (s *service) prepare(ctx context.Context) (*revision, imageInfo, error) {
+	op := s.op()
+	ctx, cancel := s.within(ctx, op.FetchDeadline)
+	defer cancel()
+	var rev *revision
+	var info imageInfo
+	err := s.insist(ctx, op.FetchDeadline, func() (err error) {
+		rev, info, err = s.prepareWithin(ctx, op)
+		return err
+	})
+	switch cause := context.Cause(ctx); {
+	case err == nil || errors.Is(err, errStorage):
+	case errors.Is(cause, errRequested):
+		err = failed("requested", nil, s.op().RollbackBy)
+	case errors.Is(cause, context.DeadlineExceeded):
+		var c *codedError
+		if !errors.As(err, &c) {
+			err = failed("interrupted", err, "the host did not answer in time")
+		}
+	}
+	return rev, info, err
+}
+
+// insist does what may be done again for as long as the host does not answer and the deadline leaves
+// time. A coded error is an answer.
+func (s *service) insist(ctx context.Context, d *deadline, do func() error) error {
+	for said := false; ; said = true {
+		err := do()
+		var c *codedError
+		if err == nil || errors.As(err, &c) || s.undecided(ctx, err) || s.left(d) <= 0 || s.op().RollbackRequested {
+			return err
+		}
+		s.log.Warn("the host does not answer", "err", err)
+		if !said {
+			s.say("host_not_answering")
+		}
+		if err := s.wait(ctx, time.Second); err != nil {
+			return err
+		}
+	}
+}
+
+func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, imageInfo, error) {
+	var info imageInfo
+	rev, err := s.data.revision(s.name, op.Candidate.Generation)
+	if err != nil || rev.Operation != op.ID {
+		// Nothing was begun: the enrollment must be the one the request was accepted under.
+		en, err := s.enroll()
+		if err != nil || en.Hash != op.Enrollment {
+			return nil, info, failed("stale_enrollment", err)
+		}
+		rev = &revision{Version: recordVersion, Service: s.name, Generation: op.Candidate.Generation, Operation: op.ID,
+			Image: op.Candidate.Image, Enrollment: en.enrollment, Container: en.ContainerName, Network: en.NetworkName, CreatedAt: s.now()}
+		rev.unit = renderUnit(en, unitIdentity{DataID: s.data.id, Service: s.name, Generation: rev.Generation, Operation: op.ID, Image: rev.Image})
+		if err := s.data.saveRevision(rev); err != nil {
+			return nil, info, err
+		}
+	}
+	if err := s.owns(ctx, rev); err != nil {
+		return nil, info, err
+	}
+	if err := s.foreign(ctx, rev); err != nil {
+		return nil, info, err
+	}
+
+	s.say("fetching", rev.Image)
+	if err := makeDir(s.images()); err != nil {
+		return nil, info, err
+	}
+	if info, err = s.host.fetch(ctx, s.images(), rev.Image, rev.Enrollment.ImageLimit); err != nil {
+		return nil, info, err
+	}
+	s.say("fetched", info.Size)
+	if missing := uncovered(info.Volumes, coveredVolumes(rev.unit)); len(missing) > 0 {
+		return nil, info, failed("volume_not_covered", nil, strings.Join(missing, ", "))
+	}
+	ref := reference{Image: rev.Image, ConfigID: info.ConfigID}
+	if _, err := s.ensureImage(ctx, ref); err != nil {
+		return nil, info, err
+	}
+	s.checkTarget(ctx, op)
+	if err := s.verifyUnit(ctx, rev); err != nil {
+		return nil, info, err
+	}
+	if err := s.alone(ctx, rev); err != nil {
+		return nil, info, err
+	}
+	if err := s.foreign(ctx, rev); err != nil { // a fetch takes long: look again
+		return nil, info, err
+	}
+	if _, err := s.enroll(); err != nil {
+		return nil, info, failed("stale_enrollment", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, info, err
+	}
+	s.say("verified")
+	return rev, info, nil
+}
+
+// owns sees that the unit's name and file are this service's own or nobody's.
+func (s *service) owns(ctx context.Context, rev *revision) error {
+	unit := rev.Enrollment.Unit
+	if b, err := os.ReadFile(s.unitPath(unit)); err == nil {
+		if m, ok := parseMarker(b); !ok || !s.wrote(m) {
+			return failed("unit_not_owned", nil, unit)
+		}
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("reading the unit file: %w", err)
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(unit))
+	if err != nil {
+		return err
+	}
+	if st.LoadState != "not-found" && !s.ours(st, unit) {
+		return failed("unit_not_owned", nil, unit)
+	}
+	return nil
+}
+
+// ours tells that the loaded unit comes from this service's file. SourcePath is a path of the host, of
+// which Toad knows the end.
+func (s *service) ours(st unitStatus, unit string) bool {
+	return strings.HasSuffix(st.SourcePath, "/"+s.name+"/"+unit)
+}
+
+// wrote tells that a marker names a revision that this service's records know.
+func (s *service) wrote(m unitIdentity) bool {
+	if m.DataID != s.data.id || m.Service != s.name {
+		return false
+	}
+	rev, err := s.data.revision(s.name, m.Generation)
+	return err == nil && rev.Operation == m.Operation
+}
+
+// foreign sees that no container has the service's name or labels but the one that its unit runs.
+func (s *service) foreign(ctx context.Context, rev *revision) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		return err
+	}
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	for _, c := range list {
+		if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID || slices.Contains(s.rec.Load().Containers, c.ID) {
+			continue
+		}
+		if st.Job != 0 || st.ActiveState == "activating" || st.ActiveState == "deactivating" {
+			continue // between two starts of its own; whoever is still there after the stop is seen then
+		}
+		return failed("foreign_container", nil, c.Name, shortID(c.ID))
+	}
+	return nil
+}
+
+func shortID(id string) string { return id[:min(12, len(id))] }
+
+// alone sees that nothing else starts or stops with the unit but what its own [Install] names.
+func (s *service) alone(ctx context.Context, rev *revision) error {
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return err
+	}
+	own := installTargets(rev.unit)
+	if b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit)); err == nil {
+		own = append(own, installTargets(b)...)
+	}
+	var others []string
+	for _, d := range st.Dependents {
+		if !slices.Contains(own, d) {
+			others = append(others, d)
+		}
+	}
+	if len(others) > 0 {
+		return failed("unit_invalid", nil, "other units start or stop with it: "+strings.Join(others, ", "))
+	}
+	return nil
+}
+
+// ensureImage sees that Podman has the image under its reference and that it is the verified one, and
+// loads it from the layout if it is not there. It tells whether it had to.
+func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, err error) {
+	for range 3 {
+		var id string
+		id, err = s.host.containers.Image(ctx, ref.Image)
+		switch {
+		case err == nil && id == ref.ConfigID:
+			return loaded, nil
+		case err == nil:
+			return loaded, failed("digest_mismatch", fmt.Errorf("podman has image id %s, the manifest names %s", id, ref.ConfigID), ref.Image)
+		case !errors.Is(err, errNotFound):
+			return loaded, failed("load_failed", err)
+		}
+		s.say("loading")
+		if err = s.load(ctx, ref); err == nil {
+			loaded = true
+			continue
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return loaded, failed("load_failed", err)
+}
+
+// imageForStart loads the image of a unit that is starting if somebody took it from Podman since: its
+// next try then finds it.
+func (s *service) imageForStart(ctx context.Context, st unitStatus, ref reference) {
+	if st.ActiveState != "activating" {
+		return
+	}
+	if loaded, err := s.ensureImage(ctx, ref); err != nil {
+		s.log.Warn("loading the image for a start", "err", err)
+	} else if loaded {
+		s.say("image_missing_again")
+	}
+}
+
+// load streams the image from the layout into Podman, once.
+func (s *service) load(ctx context.Context, ref reference) error {
+	r, w := io.Pipe()
+	done := make(chan error, 1)
+	go func() {
+		err := writeArchive(w, s.images(), ref.Image, ref.digest())
+		w.CloseWithError(err)
+		done <- err
+	}()
+	err := s.host.containers.Load(ctx, r)
+	r.CloseWithError(errors.New("podman stopped reading"))
+	if werr := <-done; err == nil || errors.Is(werr, errDamaged) || errors.Is(werr, errNotFound) {
+		err = errors.Join(err, werr)
+	}
+	return err
+}
+
+// checkTarget sees that what a rollback would need is there, and repairs it while the registry is at
+// hand. What cannot be repaired is said; a rollback to it will then fail, and say so.
+func (s *service) checkTarget(ctx context.Context, op *operation) {
+	if op.Previous == nil {
+		return
+	}
+	t := op.Previous
+	rev, err := s.data.revision(s.name, t.Generation)
+	if err == nil {
+		err = checkUnitText(rev.unit)
+	}
+	if err != nil {
+		s.log.Warn("checking the rollback target", "err", err)
+		s.say("target_damaged", t.Generation, "its unit's record is missing or damaged")
+		return
+	}
+	if _, err = checkLayout(s.images(), t.digest()); err == nil {
+		s.say("target_ready", t.Generation)
+		return
+	}
+	s.log.Warn("checking the rollback target", "err", err)
+	if _, err = s.host.fetch(ctx, s.images(), t.Image, rev.Enrollment.ImageLimit); err != nil {
+		s.log.Warn("repairing the rollback target", "err", err)
+		s.say("target_damaged", t.Generation, "its image is missing or damaged and could not be fetched")
+		return
+	}
+	s.say("target_repaired", t.Generation)
+}
+
+// verifyUnit proves on the host, before anything stops, that its own generator and systemd take the
+// candidate's unit: the generator runs dry over a copy in the data directory, systemd-analyze over what
+// it printed. The generator is judged by whether it printed this unit's service, not by its exit status,
+// which any other file's fault sets. What they say goes to the local log only.
+func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
+	hostData, hostQuadlets, err := s.host.hostPaths(ctx)
+	if err != nil {
+		return fmt.Errorf("finding the host's paths: %w", err)
+	}
+	form := candidateForm(rev.unit)
+	if err := checkUnitText(form); err != nil {
+		return failed("unit_invalid", err, "it does not parse")
+	}
+	dir, hostDir := filepath.Join(s.data.path, "check", s.name), filepath.Join(hostData, "check", s.name)
+	if err := makeDir(dir); err != nil {
+		return err
+	}
+	unit, svc := rev.Enrollment.Unit, serviceName(rev.Enrollment.Unit)
+	if err := writeFile(filepath.Join(dir, unit), form); err != nil {
+		return err
+	}
+	job := "toad-check-" + s.name + ".service"
+	out := filepath.Join(hostDir, "out")
+	if _, err := s.host.units.Run(ctx, job,
+		[]string{"/usr/lib/systemd/user-generators/podman-user-generator", "--user", "--dryrun"},
+		[]string{"QUADLET_UNIT_DIRS=" + hostDir + ":" + hostQuadlets}, out); err != nil {
+		return fmt.Errorf("running the generator: %w", err)
+	}
+	said, err := os.ReadFile(filepath.Join(dir, "out"))
+	if err != nil {
+		return fmt.Errorf("reading what the generator said: %w", err)
+	}
+	text, ok := generated(string(said), svc)
+	if !ok || !strings.Contains(text, "SourcePath="+filepath.Join(hostDir, unit)+"\n") {
+		s.log.Error("the generator refuses the unit", "unit", unit, "said", string(said))
+		return failed("unit_invalid", nil, "Podman's generator makes no unit of it")
+	}
+	if err := writeFile(filepath.Join(dir, svc), []byte(text)); err != nil {
+		return err
+	}
+	ok, err = s.host.units.Run(ctx, job,
+		[]string{"/usr/bin/systemd-analyze", "--user", "verify", "--man=no", "--recursive-errors=no", filepath.Join(hostDir, svc)}, nil, out)
+	if err != nil {
+		return fmt.Errorf("running systemd-analyze: %w", err)
+	}
+	if !ok {
+		said, _ := os.ReadFile(filepath.Join(dir, "out"))
+		s.log.Error("systemd refuses the unit", "unit", unit, "said", string(said))
+		return failed("unit_invalid", nil, "systemd does not accept it")
+	}
+	return nil
+}
+
+// generated cuts one unit's text out of what a dry run of the generator printed.
+func generated(said, svc string) (string, bool) {
+	_, text, ok := strings.Cut("\n"+said, "\n---"+svc+"---\n")
+	text, _, _ = strings.Cut(text, "\n---")
+	return text + "\n", ok
+}
+
+// activate stops the old instance, proves that it is gone, and starts the candidate.
+func (s *service) activate(ctx context.Context, rev *revision) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	if err := s.hold(ctx, unit); err != nil {
+		if s.op().Step == "" {
+			return err
+		}
+		s.log.Warn("holding the unit", "err", err)
+	}
+	if s.op().Step == stepStart {
+		// The start may have been made: whether it was, the host knows. A boot in between undid it.
+		var took bool
+		if err := s.insist(ctx, s.op().RolloutDeadline, func() (err error) {
+			took, err = s.tookStart(ctx, rev)
+			return err
+		}); err != nil {
+			if e := s.ended(rev, "it was not seen after its start"); e != nil && ctx.Err() == nil {
+				return e
+			}
+			return err
+		}
+		if took {
+			return s.advance(inProbation, nil)
+		}
+	}
+	if s.op().Step == "" {
+		if s.op().RollbackRequested {
+			return failed("requested", nil, s.op().RollbackBy)
+		}
+		if err := s.recordContainers(ctx, rev, stepStop); err != nil {
+			return err
+		}
+	}
+	if cur := s.rec.Load().Current; cur != nil {
+		s.say("stopping", cur.Generation)
+	} else {
+		s.say("stopping_nothing")
+	}
+	if err := s.stopAndConfirm(ctx, rev, s.op().StopDeadline); err != nil {
+		return err
+	}
+	s.say("terminated")
+	if err := s.ended(rev, ""); err != nil {
+		return err
+	}
+	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
+	defer cancel()
+	err := s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	if err == nil {
+		err = s.start(sctx, rev)
+	}
+	if err == nil {
+		return s.advance(inProbation, nil)
+	}
+	if e := s.ended(rev, "it was not started yet"); e != nil && ctx.Err() == nil && !errors.Is(err, errStorage) {
+		return e
+	}
+	return err
+}
+
+// ended says why an attempt may not go on: a request, or a deadline that has passed.
+func (s *service) ended(rev *revision, last string) error {
+	op, p := s.op(), rev.Enrollment.Probation
+	switch {
+	case op.RollbackRequested:
+		return failed("requested", nil, op.RollbackBy)
+	case op.Restarts.Count > op.RestartBudget:
+		return failed("restart_budget", nil, op.Restarts.Count, op.RestartBudget)
+	case op.StartupDeadline != nil && op.FirstReady == nil && s.left(op.StartupDeadline) <= 0:
+		return failed("startup_deadline", nil, time.Duration(p.StartupDeadline), last)
+	case op.RolloutDeadline != nil && s.left(op.RolloutDeadline) <= 0:
+		return failed("rollout_deadline", nil, time.Duration(p.StabilityWindow), time.Duration(p.RolloutDeadline), last)
+	}
+	return nil
+}
+
+// recordContainers persists the step together with the id of what the unit runs: a record of Podman's
+// may later be removed by force only if its id was recorded.
+func (s *service) recordContainers(ctx context.Context, rev *revision, step string) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		return err
+	}
+	return s.intend(step, func(r *record) {
+		for _, c := range list {
+			if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID {
+				r.addContainer(c.ID)
+			}
+		}
+	})
+}
+
+// addContainer remembers the id of a container that the unit ran; the oldest are forgotten.
+func (r *record) addContainer(id string) {
+	if !slices.Contains(r.Containers, id) {
+		r.Containers = append(r.Containers, id)
+		r.Containers = r.Containers[max(0, len(r.Containers)-32):]
+	}
+}
+
+// stopAndConfirm stops the unit and returns nil only when every witness says that the instance is
+// gone. The job's result is none: systemd says done while an unkillable process still lives.
+func (s *service) stopAndConfirm(ctx context.Context, rev *revision, dl *deadline) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	var asked time.Time
+	var said string
+	remains := stillThere{"nothing could be asked yet"}
+	for first := true; ; first = false {
+		left := s.left(dl)
+		if left <= 0 && !first {
+			return failed("termination_unconfirmed", remains, time.Duration(rev.Enrollment.StopDeadline), remains.Error())
+		}
+		// One look is made even when the deadline passed while Toad was away: it may well be gone.
+		actx, cancel := context.WithTimeout(ctx, max(left, time.Second))
+		st, err := s.host.units.Unit(actx, unit)
+		switch {
+		case err != nil:
+			s.log.Warn("looking at the unit", "err", err)
+			remains = stillThere{"systemd does not answer"}
+		case !st.stopped() && (asked.IsZero() || st.Job == 0 && time.Since(asked) > time.Second):
+			asked = time.Now()
+			if err := s.host.units.Stop(actx, unit); err != nil {
+				s.log.Warn("stopping the unit", "err", err)
+			}
+			remains = stillThere{"the unit is " + st.ActiveState + " (" + st.SubState + ")"}
+		default:
+			remains = s.remains(actx, rev, st)
+		}
+		cancel()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if len(remains) == 0 {
+			return nil
+		}
+		if text := remains.Error(); text != said && !asked.IsZero() && time.Since(asked) > 5*time.Second {
+			said = text
+			s.say("still_there", text)
+		}
+		pause := 250 * time.Millisecond // signals come sooner
+		if st.stopped() {
+			pause = 20 * time.Millisecond // systemd is through, the last witness lags
+			if !asked.IsZero() && time.Since(asked) > 5*time.Second {
+				pause = time.Second
+			}
+		}
+		if err := s.wait(ctx, min(pause, max(s.left(dl), time.Millisecond))); err != nil {
+			return err
+		}
+		if s.signals != nil {
+			s.signals.take() // only a reason to look
+		}
+	}
+}
+
+// remains asks every witness but systemd's word and says what is still there.
+func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) stillThere {
+	unit := serviceName(rev.Enrollment.Unit)
+	var r stillThere
+	if !st.stopped() {
+		r = append(r, "the unit is "+st.ActiveState+" ("+st.SubState+")")
+	}
+	procs, err := s.host.units.Processes(ctx, unit)
+	switch {
+	case err != nil:
+		s.log.Warn("listing the unit's processes", "err", err)
+		r = append(r, "systemd does not tell the unit's processes")
+	case len(procs) > 0:
+		s.log.Warn("processes of the unit are still there", "processes", procs)
+		r = append(r, fmt.Sprintf("%d process(es) in the unit's control group", len(procs)))
+	case st.ControlGroup != "":
+		r = append(r, "the unit's control group")
+	}
+	gone := len(r) == 0
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		s.log.Warn("listing containers", "err", err)
+		return append(r, "Podman does not answer")
+	}
+	for _, c := range list {
+		// A record that Podman kept of a dead container of ours is removed; nothing else ever is.
+		if gone && slices.Contains(s.rec.Load().Containers, c.ID) {
+			if err := s.host.containers.Remove(ctx, c.ID); err != nil {
+				s.log.Warn("removing a dead container's record", "container", c.ID, "err", err)
+			} else if _, err := s.host.containers.Container(ctx, c.ID); errors.Is(err, errNotFound) {
+				continue
+			}
+		}
+		r = append(r, fmt.Sprintf("container %s (%s) is %s", c.Name, shortID(c.ID), c.Status))
+	}
+	return r
+}
+
+// place makes the host ready to start a revision: bytes in Podman, unit written, reloaded, read back.
+// Nothing runs while it does: a file written under a running unit would start at its next crash.
+func (s *service) place(ctx context.Context, rev *revision, ref reference, form []byte) error {
+	if err := s.intend(stepWrite, nil); err != nil {
+		return err
+	}
+	if loaded, err := s.ensureImage(ctx, ref); err != nil {
+		return err
+	} else if loaded {
+		s.say("image_missing_again")
+	}
+	return s.writeUnit(ctx, rev, form)
+}
+
+// writeUnit writes a form of the revision's unit, reloads, and proves from the loaded unit that it is
+// this one: the reload says success for a broken file too.
+func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) error {
+	if err := checkUnitText(form); err != nil {
+		return failed("unit_invalid", err, "it does not parse")
+	}
+	if err := s.owns(ctx, rev); err != nil {
+		return err
+	}
+	path := s.unitPath(rev.Enrollment.Unit)
+	if err := makeDir(filepath.Dir(path)); err != nil {
+		return err
+	}
+	if b, err := os.ReadFile(path); err != nil || string(b) != string(form) {
+		if err := replaceUnit(path, form); err != nil {
+			return err
+		}
+	} else if err := syncFile(path); err != nil { // found so: maybe not durable yet
+		return err
+	}
+	if err := s.host.units.Reload(ctx); err != nil {
+		return fmt.Errorf("reloading: %w", err)
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return err
+	}
+	if why := s.misread(st, rev); why != "" {
+		return failed("unit_invalid", fmt.Errorf("unit status %+v", st), why)
+	}
+	s.say("unit_written", rev.Generation)
+	return nil
+}
+
+// replaceUnit writes a unit file, readable by the generator. On a full Quadlet directory the previous
+// one, kept beside it under a name that the generator ignores, can still be put back.
+func replaceUnit(path string, form []byte) error {
+	prev := path + ".prev"
+	if b, err := os.ReadFile(prev); err == nil && string(b) == string(form) {
+		// Going back: a rename needs no room. The file it replaces is a failed candidate's.
+		if err := boundary("replace", path); err != nil {
+			return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		}
+		if err := os.Rename(prev, path); err == nil {
+			return syncFile(path)
+		}
+	}
+	if err := boundary("keep", path); err != nil {
+		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+	}
+	os.Remove(prev)
+	if err := os.Link(path, prev); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+	}
+	return writeFileMode(path, form, 0o644)
+}
+
+// misread says why the loaded unit is not the revision's; "" if it is.
+func (s *service) misread(st unitStatus, rev *revision) string {
+	args := st.ExecStart
+	switch {
+	case st.LoadState != "loaded":
+		return "after the reload it is " + st.LoadState
+	case !s.ours(st, rev.Enrollment.Unit):
+		return "another file provides it"
+	case st.NeedDaemonReload:
+		return "it changed on disk after the reload"
+	case len(args) == 0 || !slices.Contains(args, rev.Image):
+		return "it does not run the revision's image"
+	case !slices.Contains(args, rev.Container) && !slices.Contains(args, "--name="+rev.Container):
+		return "it does not run under the enrolled container name"
+	}
+	return ""
+}
+
+// start persists the intent and lets systemd take the job. What becomes of it is seen by looking.
+func (s *service) start(ctx context.Context, rev *revision) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	boot, err := s.bootNow(ctx)
+	if err != nil {
+		return err
+	}
+	if s.signals != nil {
+		s.signals.take()
+	}
+	if err := s.intend(stepStart, func(r *record) {
+		op, now := r.Operation, s.now()
+		if op.State == rollingBack || op.StartedAt == nil {
+			op.StartedAt = &now
+		}
+		op.Starts++
+		op.Boot = boot
+		op.Restarts = restarts{Count: op.Restarts.Count, Before: st.InvocationID}
+		if op.State == rollingBack && op.RollbackDeadline == nil {
+			op.RollbackDeadline = s.after(time.Duration(rev.Enrollment.Probation.RolloutDeadline))
+		}
+	}); err != nil {
+		return err
+	}
+	// A start limit remembers starts of before; a unit that is not loaded has nothing to forget.
+	if err := s.host.units.ResetFailed(ctx, unit); err != nil {
+		s.log.Debug("resetting the failed state", "err", err)
+	}
+	s.say("starting", rev.Generation)
+	// A call that was given up is carried out all the same once the manager answers: what became of it
+	// is seen by looking, after it in the manager's queue.
+	if err := s.host.units.Start(ctx, unit); err != nil && !errors.Is(err, errNoAnswer) {
+		return failed("start_failed", err, "that the start was refused", "none")
+	}
+	s.say("started")
+	return nil
+}
+
+// tookStart tells, after Toad was away between the intent of a start and the next commit, whether
+// systemd had taken it. A start that a boot undid was not taken.
+func (s *service) tookStart(ctx context.Context, rev *revision) (bool, error) {
+	boot, err := s.bootNow(ctx)
+	if err != nil {
+		return false, err
+	}
+	if boot != s.op().Boot {
+		return false, nil
+	}
+	return s.startedSince(ctx, rev, *s.op().StartedAt)
+}
+
+// startedSince tells whether the unit was started as this revision since then: it runs, it is about to,
+// it has failed, or Podman remembers a start.
+func (s *service) startedSince(ctx context.Context, rev *revision, since time.Time) (bool, error) {
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return false, err
+	}
+	if s.misread(st, rev) != "" {
+		return false, nil
+	}
+	if st.Job != 0 || st.ActiveState != "inactive" {
+		return true, nil
+	}
+	n, err := s.host.containers.Starts(ctx, rev.Container, since)
+	return n > 0, err
+}
+
+// probation watches the candidate to the promotion (nil), or to the reason for a rollback.
+func (s *service) probation(ctx context.Context, rev *revision) error {
+	if s.op().State == promoting { // Toad was away: the last look is worth nothing now
+		if err := s.advance(inProbation, nil); err != nil {
+			return err
+		}
+	}
+	unit, e := serviceName(rev.Enrollment.Unit), &rev.Enrollment
+	interval := time.Duration(e.Readiness.Interval)
+	w := newWindow(e)
+	last, said, saidAt := "it was not asked yet", "", time.Time{}
+	asked := false      // Podman was asked for starts that were missed while Toad was away
+	reconciled := false // the candidate was started in this boot
+	for {
+		begun := time.Now()
+		if err := s.ended(rev, last); err != nil {
+			return err
+		}
+		next := begun.Add(interval)
+		st, err := s.look(ctx, rev, unit)
+		if err == nil && !asked {
+			asked, err = true, s.missedStarts(ctx, rev)
+		}
+		if err == nil {
+			if err = s.ended(rev, last); err != nil {
+				return err
+			}
+		}
+		if err == nil && (!reconciled || st.stopped()) {
+			var boot string
+			if boot, err = s.bootNow(ctx); err == nil && boot != s.op().Boot {
+				if err := s.startAfterBoot(ctx, rev); err != nil {
+					return err
+				}
+				w.reset()
+				continue
+			}
+			reconciled = err == nil
+		}
+		if err == nil && st.stopped() {
+			if s.op().WasActive {
+				return failed("unit_failed", nil, st.ActiveState, st.Result)
+			}
+			return failed("start_failed", nil, st.ActiveState, st.Result)
+		}
+		var o observation
+		if err == nil {
+			o, err = s.observe(ctx, rev)
+		}
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case errors.Is(err, errStorage):
+			return err
+		case errors.Is(err, errChanged):
+			next = begun // look again at once, at what was signalled
+		case err != nil:
+			s.log.Warn("observing", "err", err)
+			o = observation{at: time.Now(), reason: "the host does not answer"}
+			fallthrough
+		default:
+			wasBegun := !w.first.IsZero()
+			full, lost := w.add(o)
+			if lost != "" {
+				s.say("window_reset", s.readyFor().Round(time.Millisecond), lost)
+				said, saidAt = lost, time.Now()
+			}
+			s.setReadyFor(w.readyFor())
+			if !o.ready() {
+				last = o.reason
+				s.imageForStart(ctx, o.status, s.op().Candidate)
+				if o.reason != said || time.Since(saidAt) > 30*time.Second {
+					said, saidAt = o.reason, time.Now()
+					s.say("not_ready", o.reason)
+				}
+			} else if !wasBegun || lost != "" {
+				said = ""
+				if err := s.sawReady(o); err != nil {
+					return err
+				}
+				s.say("ready", w.need)
+			}
+			if full {
+				done, err := s.promote(ctx, rev, &w)
+				if err != nil || done {
+					return err
+				}
+				last = "the last look before promotion failed"
+				continue
+			}
+			if !w.first.IsZero() && w.first.Add(w.need).Before(next) {
+				next = w.first.Add(w.need)
+			}
+		}
+		pause := time.Until(next)
+		for _, d := range []*deadline{s.op().RolloutDeadline, s.op().StartupDeadline} {
+			if d != nil && (d != s.op().StartupDeadline || s.op().FirstReady == nil) {
+				pause = min(pause, s.left(d))
+			}
+		}
+		if err := s.wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+}
+
+// look reads the unit after everything that was signalled, counts restarts over both, and persists the
+// count before it is used.
+func (s *service) look(ctx context.Context, rev *revision, unit string) (unitStatus, error) {
+	if err := s.hold(ctx, unit); err != nil {
+		return unitStatus{}, err
+	}
+	seen := s.signals.take()
+	st, err := s.host.units.Unit(ctx, unit)
+	if err == nil {
+		seen = append(append(seen, s.signals.take()...), st)
+	}
+	op := s.op()
+	n, active := op.Restarts, op.WasActive
+	for _, u := range seen {
+		n = n.add(u)
+		active = active || u.ActiveState == "active" && n.Invocation != "" && u.InvocationID == n.Invocation
+	}
+	if n == op.Restarts && active == op.WasActive {
+		return st, err
+	}
+	var events []event
+	if n.Count > op.Restarts.Count {
+		events = []event{{Type: "restart", Detail: fmt.Sprintf("%d of %d", n.Count, op.RestartBudget)}}
+	}
+	if cerr := s.commit(func(r *record) error {
+		r.Operation.Restarts, r.Operation.WasActive = n, active
+		return nil
+	}, events...); cerr != nil {
+		return st, cerr
+	}
+	if len(events) > 0 {
+		s.say("restart", n.Count, op.RestartBudget)
+	}
+	return st, err
+}
+
+// missedStarts asks Podman's own event log for starts that happened while Toad was away and that
+// systemd's counter no longer shows because somebody reset it.
+func (s *service) missedStarts(ctx context.Context, rev *revision) error {
+	op := s.op()
+	if op.StartedAt == nil {
+		return nil
+	}
+	n, err := s.host.containers.Starts(ctx, rev.Container, *op.StartedAt)
+	if err != nil {
+		return err
+	}
+	if n -= op.Starts; n <= op.Restarts.Count {
+		return nil
+	}
+	if err := s.commit(func(r *record) error {
+		r.Operation.Restarts.Count = n
+		return nil
+	}, event{Type: "restart", Detail: fmt.Sprintf("%d of %d", n, op.RestartBudget)}); err != nil {
+		return err
+	}
+	s.say("restart", n, op.RestartBudget)
+	return nil
+}
+
+// startAfterBoot reconciles a candidate whose host was booted during its probation: nothing of it
+// counts. It is started again only if the original deadline leaves a whole window.
+func (s *service) startAfterBoot(ctx context.Context, rev *revision) error {
+	if err := s.stopAndConfirm(ctx, rev, s.op().RolloutDeadline); err != nil {
+		if e := s.ended(rev, "the host was booted"); e != nil && isCode(err, "termination_unconfirmed") {
+			return e // the rollback stops and confirms again, under its own deadline
+		}
+		return err
+	}
+	if s.left(s.op().RolloutDeadline) < time.Duration(rev.Enrollment.Probation.StabilityWindow) {
+		s.say("boot_late")
+		p := rev.Enrollment.Probation
+		return failed("rollout_deadline", nil, time.Duration(p.StabilityWindow), time.Duration(p.RolloutDeadline), "the host was booted")
+	}
+	s.say("boot")
+	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
+	defer cancel()
+	err := s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	if err == nil {
+		err = s.start(sctx, rev)
+	}
+	if e := s.ended(rev, "the host was booted"); err != nil && e != nil && ctx.Err() == nil && !errors.Is(err, errStorage) {
+		return e
+	}
+	return err
+}
+
+// errChanged ends an observation because systemd signalled a change of the unit.
+var errChanged = errors.New("the unit changed")
+
+// observe makes one observation, given up at once when systemd signals a change of the unit or a
+// deadline passes, so that a slow answer never hides a restart.
+func (s *service) observe(ctx context.Context, rev *revision) (observation, error) {
+	octx, cancel := context.WithTimeout(ctx, max(s.left(s.op().RolloutDeadline), time.Millisecond))
+	defer cancel()
+	changed, done := false, make(chan struct{})
+	go func() {
+		defer close(done)
+		select {
+		case <-s.signals.C:
+			changed = true
+		case <-s.wake: // a request
+			changed = true
+		case <-octx.Done():
+		}
+		cancel()
+	}()
+	o, err := observe(octx, s.host.units, s.host.containers, s.host.probe, rev, s.op().Candidate)
+	cancel()
+	<-done
+	if changed && err != nil {
+		return o, errChanged
+	}
+	if changed { // complete all the same; the signal is looked at next
+		s.poke()
+	}
+	if err == nil && o.container != "" && !slices.Contains(s.rec.Load().Containers, o.container) && o.status.InvocationID == s.op().Restarts.Invocation {
+		err = s.commit(func(r *record) error { r.addContainer(o.container); return nil })
+	}
+	return o, err
+}
+
+// sawReady persists the first readiness, which ends the startup deadline.
+func (s *service) sawReady(o observation) error {
+	if s.op().FirstReady != nil {
+		return nil
+	}
+	return s.commit(func(r *record) error {
+		now := s.now()
+		r.Operation.FirstReady = &now
+		return nil
+	})
+}
+
+func (s *service) setReadyFor(d time.Duration) {
+	s.live.Lock()
+	s.live.readyFor = d
+	s.live.Unlock()
+}
+
+func (s *service) readyFor() time.Duration {
+	s.live.Lock()
+	defer s.live.Unlock()
+	return s.live.readyFor
+}
+
+// promote looks once more and makes the candidate the current revision in one commit. It returns false
+// without an error if that look failed: probation then goes on with an empty window.
+func (s *service) promote(ctx context.Context, rev *revision, w *window) (bool, error) {
+	ready := w.readyFor()
+	if err := s.advance(promoting, nil); err != nil {
+		return false, err
+	}
+	_, err := s.look(ctx, rev, serviceName(rev.Enrollment.Unit))
+	if err == nil {
+		if err := s.ended(rev, "ready, and about to be promoted"); err != nil {
+			return false, err
+		}
+	}
+	var o observation
+	if err == nil {
+		o, err = s.observe(ctx, rev)
+	}
+	if ctx.Err() != nil || errors.Is(err, errStorage) {
+		return false, err
+	}
+	why := o.reason
+	switch {
+	case err != nil:
+		why = "the host does not answer"
+		if errors.Is(err, errChanged) {
+			why = "the unit changed"
+		}
+	case why == "" && (o.invocation != w.invocation || o.container != w.container):
+		why = "another instance answers"
+	case why == "" && o.invocation != s.op().Restarts.Invocation:
+		why = "it restarted"
+	}
+	if why != "" {
+		w.reset()
+		s.setReadyFor(0)
+		s.say("promoting_again", why)
+		return false, s.advance(inProbation, nil)
+	}
+	// The one commit that makes it true. Before it a kill goes back to probation; after it the
+	// operation is promoted, and the unit's [Install] and the archive follow from the record.
+	err = s.commit(func(r *record) error {
+		op, now := r.Operation, s.now()
+		if op.RollbackRequested {
+			return errRequested
+		}
+		r.Rollback = r.Current
+		r.Current = &promotedRevision{reference: op.Candidate, PromotedAt: now, ByRollback: op.Kind == "rollback"}
+		r.Generation = op.Candidate.Generation
+		r.Installed = false
+		op.ReadySeconds = seconds(ready)
+		r.Watch = restarts{Invocation: op.Restarts.Invocation, NRestarts: op.Restarts.NRestarts, Pending: op.Restarts.Pending}
+		op.State = promoted
+		return nil
+	}, event{Type: "promote", Detail: rev.Image})
+	if errors.Is(err, errRequested) {
+		return false, failed("requested", nil, s.op().RollbackBy)
+	} else if err != nil {
+		return false, err
+	}
+	s.log.Info("state", "operation", s.op().ID, "generation", rev.Generation, "state", promoted)
+	s.say("stable", ready.Round(time.Millisecond))
+	s.say("promoted", rev.Generation)
+	return true, nil
+}
+
+// rollBack ends the attempt: back to the target, once, or to nothing where there is none. The hold is
+// set when an instance may still be there.
+func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
+	op := s.op()
+	if op.Previous == nil {
+		if op.Step != stepWrite {
+			if err := s.stopCandidate(ctx, cand); err != nil {
+				return s.heldIf(err), err
+			}
+		}
+		if err := s.intend(stepWrite, nil); err != nil {
+			return nil, err
+		}
+		err := s.removeUnit(ctx, cand)
+		if s.undecided(ctx, err) {
+			return nil, err
+		} else if err == nil {
+			s.say("unit_removed")
+		}
+		return nil, failed("no_rollback_target", err)
+	}
+	t := op.Previous.reference
+	broken := func(err error, what string) (*held, error) {
+		if s.undecided(ctx, err) {
+			return nil, err
+		}
+		return s.heldIf(err), failed("rollback_failed", err, t.Generation, what)
+	}
+	rev, err := s.data.revision(s.name, t.Generation)
+	if err != nil {
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt) {
+			err = failed("interrupted", nil, "the target's record is missing or damaged") // nothing can be started: stop the candidate all the same
+			if serr := s.stopCandidate(ctx, cand); serr != nil {
+				err = serr
+			}
+		}
+		return broken(err, "its record is missing or damaged")
+	}
+	unit := serviceName(rev.Enrollment.Unit)
+	if err := s.hold(ctx, unit); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
+
+	started := op.Step == stepVerify
+	if op.Step == stepStart {
+		// The start may have been made; it is made again only if a boot undid it.
+		if started, err = s.tookStart(ctx, rev); err != nil {
+			return broken(err, "the host does not answer")
+		}
+	}
+	if op.Step == stepVerify {
+		if boot, err := s.bootNow(ctx); err == nil && boot != op.Boot {
+			started = s.runs(ctx, rev, t) // booted with [Install]: it is there, or may be started again
+		}
+	}
+	switch {
+	case started:
+	case s.runs(ctx, rev, t):
+		s.say("already_there", t.Generation)
+		if err := s.verifying(ctx, rev); err != nil {
+			return broken(err, "the host does not answer")
+		}
+	default:
+		if err := s.stopCandidate(ctx, cand); err != nil {
+			return broken(err, "the candidate could not be proven dead")
+		}
+		if err := s.placeTarget(ctx, rev, t); err != nil {
+			return broken(err, "its image or unit could not be put in place")
+		}
+		if err := s.start(ctx, rev); err != nil {
+			return broken(err, "systemd did not take its start")
+		}
+		if err := s.verifying(ctx, rev); err != nil {
+			return broken(err, "the host does not answer")
+		}
+	}
+	if s.op().Step != stepVerify {
+		if err := s.verifying(ctx, rev); err != nil {
+			return broken(err, "the host does not answer")
+		}
+	}
+	if why, err := s.seenReady(ctx, rev, t); err != nil {
+		return broken(err, "the host does not answer")
+	} else if why != "" {
+		return broken(nil, why)
+	}
+	s.say("restored", t.Generation)
+	if err := s.advance(rolledBack, nil, event{Type: "rollback", Detail: s.op().Failure.Code}); err != nil {
+		return nil, err
+	}
+	s.say("rolled_back", t.Generation)
+	return nil, nil
+}
+
+// heldIf holds the service for the candidate if its termination was not confirmed.
+func (s *service) heldIf(err error) *held {
+	if isCode(err, "termination_unconfirmed") {
+		return s.heldBy(nil, true)
+	}
+	return nil
+}
+
+// stopCandidate stops whatever of the unit runs. Before the target's start no time can run out: each
+// entry has the whole stop deadline.
+func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
+	if err := s.hold(ctx, serviceName(cand.Enrollment.Unit)); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
+	if s.op().Step == "" {
+		if err := s.recordContainers(ctx, cand, stepStop); errors.Is(err, errStorage) || ctx.Err() != nil {
+			return err
+		} else if err != nil { // the host does not answer: stop all the same
+			if err := s.intend(stepStop, nil); err != nil {
+				return err
+			}
+		}
+	}
+	s.say("stopping", cand.Generation)
+	if err := s.stopAndConfirm(ctx, cand, s.after(time.Duration(cand.Enrollment.StopDeadline))); err != nil {
+		return err
+	}
+	s.say("terminated")
+	return nil
+}
+
+// placeTarget puts the target's bytes and unit in place; what the host refuses for a moment is tried
+// again for as long as a start would be given.
+func (s *service) placeTarget(ctx context.Context, rev *revision, t reference) error {
+	var err error
+	for range 5 {
+		if err = s.place(ctx, rev, t, rev.unit); err == nil || s.undecided(ctx, err) {
+			return err
+		}
+		if isCode(err, "unit_not_owned") || isCode(err, "digest_mismatch") {
+			return err
+		}
+		s.log.Warn("putting the target in place", "err", err)
+		if werr := s.wait(ctx, time.Second); werr != nil {
+			return werr
+		}
+	}
+	return err
+}
+
+// verifying persists that the target's start was taken, or that it ran already; its deadline begins
+// with the start, or here if there was none to make.
+func (s *service) verifying(ctx context.Context, rev *revision) error {
+	boot, err := s.bootNow(ctx)
+	if err != nil {
+		boot = s.op().Boot
+	}
+	return s.intend(stepVerify, func(r *record) {
+		if r.Operation.RollbackDeadline == nil {
+			r.Operation.RollbackDeadline = s.after(time.Duration(rev.Enrollment.Probation.RolloutDeadline))
+		}
+		r.Operation.Boot = boot
+	})
+}
+
+// runs tells that what the unit runs, or is about to, is this revision: by its file, the loaded digest,
+// and the labels of the container if there is one already.
+func (s *service) runs(ctx context.Context, rev *revision, ref reference) bool {
+	b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit))
+	if err != nil || string(b) != string(rev.unit) {
+		return false
+	}
+	_, st, err := identify(ctx, s.host.units, s.host.containers, rev, ref)
+	return (err == nil || st.ActiveState == "activating") && s.misread(st, rev) == ""
+}
+
+// seenReady waits until the target was seen ready once; otherwise it says why it will not be.
+func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (string, error) {
+	unit := serviceName(rev.Enrollment.Unit)
+	last := "it was not asked yet"
+	for {
+		left := s.left(s.op().RollbackDeadline)
+		if left <= 0 {
+			return "it was not seen ready within " + time.Duration(rev.Enrollment.Probation.RolloutDeadline).String() + "; last: " + last, nil
+		}
+		octx, cancel := context.WithTimeout(ctx, left)
+		o, err := observe(octx, s.host.units, s.host.containers, s.host.probe, rev, t)
+		cancel()
+		switch {
+		case ctx.Err() != nil:
+			return "", ctx.Err()
+		case err != nil:
+			s.log.Warn("observing the target", "err", err)
+			last = "the host does not answer"
+		case o.ready():
+			return "", s.commit(func(r *record) error {
+				r.addContainer(o.container)
+				r.Watch = restarts{Invocation: o.status.InvocationID, NRestarts: o.status.NRestarts}
+				return nil
+			})
+		case o.status.stopped():
+			st, err := s.host.units.Unit(ctx, unit) // a start just taken may not show yet
+			if err == nil && st.stopped() {
+				return fmt.Sprintf("its unit ended: systemd says %s, result %s", st.ActiveState, st.Result), nil
+			}
+		}
+		if o.reason != "" {
+			last = o.reason
+			s.imageForStart(ctx, o.status, t)
+		}
+		if err := s.wait(ctx, min(left, time.Duration(rev.Enrollment.Readiness.Interval))); err != nil {
+			return "", err
+		}
+		if s.signals != nil {
+			s.signals.take()
+		}
+	}
+}
+
+// removeUnit takes the service's unit file away and proves that the unit is gone. Whoever else's file
+// stands there is left alone.
+func (s *service) removeUnit(ctx context.Context, rev *revision) error {
+	if err := s.owns(ctx, rev); err != nil {
+		return err
+	}
+	path := s.unitPath(rev.Enrollment.Unit)
+	for _, p := range []string{path, path + ".prev"} {
+		if err := removeFile(p); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	var err error
+	for range 3 {
+		if err = s.host.units.Reload(ctx); err == nil {
+			return nil
+		}
+		if werr := s.wait(ctx, time.Second); werr != nil {
+			return werr
+		}
+	}
+	return fmt.Errorf("reloading: %w", err)
+}
+
+// unhold goes on stopping and confirming while the service is held. Once the instance is gone, the
+// current revision is started again, once, if it was the one being stopped; after a candidate its unit
+// is replaced by the target's and not started.
+func (s *service) unhold(ctx context.Context) error {
+	h := s.rec.Load().Held
+	rev, err := s.data.revision(s.name, h.Revision.Generation)
+	if err != nil {
+		return err
+	}
+	unit := serviceName(rev.Enrollment.Unit)
+	if err := s.hold(ctx, unit); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
+	if h.StartedAt != nil {
+		// The start of the current revision was meant, and maybe made.
+		took, err := s.startedSince(ctx, rev, *h.StartedAt)
+		if err != nil {
+			s.log.Warn("looking for the start after a hold", "err", err)
+			return s.wait(ctx, 5*time.Second)
+		}
+		if took {
+			return s.commit(func(r *record) error { r.Held = nil; r.Installed = true; return nil },
+				event{Type: "held", Operation: h.Operation, Detail: "released: the current revision was started again"})
+		}
+	}
+	s.setHealth(health{state: "held", observedAt: s.now()})
+	err = s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline)))
+	if s.undecided(ctx, err) {
+		return err
+	}
+	if err != nil {
+		if now := remainsOf(err); !slices.Equal(now, h.Remains) {
+			if err := s.commit(func(r *record) error { r.Held.Remains = now; return nil }); err != nil {
+				return err
+			}
+		}
+		return s.wait(ctx, 5*time.Second)
+	}
+	if err := s.afterHold(ctx, h); err != nil {
+		if s.undecided(ctx, err) {
+			return err
+		}
+		s.log.Warn("putting the current revision back after a hold", "err", err)
+		return s.wait(ctx, 5*time.Second)
+	}
+	return nil
+}
+
+// afterHold runs once termination is confirmed. The start is meant durably before it is made, and the
+// hold is lifted after it, so that a kill in between neither loses nor repeats it.
+func (s *service) afterHold(ctx context.Context, h *held) error {
+	lift := func(detail string) error {
+		return s.commit(func(r *record) error {
+			r.Held = nil
+			r.Installed = true
+			return nil
+		}, event{Type: "held", Operation: h.Operation, Detail: "released: " + detail})
+	}
+	cur := s.rec.Load().Current
+	if cur == nil {
+		rev, err := s.data.revision(s.name, h.Revision.Generation)
+		if err != nil {
+			return err
+		}
+		if err := s.removeUnit(ctx, rev); err != nil {
+			return err
+		}
+		return lift("the instance is gone, and there is no revision to go back to")
+	}
+	rev, err := s.data.revision(s.name, cur.Generation)
+	if err != nil {
+		return err
+	}
+	if _, err := s.ensureImage(ctx, cur.reference); err != nil {
+		return err
+	}
+	if err := s.writeUnit(ctx, rev, rev.unit); err != nil {
+		return err
+	}
+	if h.Candidate {
+		return lift("the candidate is gone; the current revision's unit is in place and not started")
+	}
+	unit := serviceName(rev.Enrollment.Unit)
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	if h.StartedAt == nil {
+		if err := s.commit(func(r *record) error {
+			now := s.now()
+			r.Held.StartedAt = &now
+			r.Watch = restarts{Count: r.Watch.Count, Before: st.InvocationID}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	if err := s.host.units.ResetFailed(ctx, unit); err != nil {
+		s.log.Debug("resetting the failed state", "err", err)
+	}
+	if err := s.host.units.Start(ctx, unit); err != nil && !errors.Is(err, errNoAnswer) {
+		return err
+	}
+	return lift("the instance is gone; the current revision is started again")
+}

@@ -1,0 +1,299 @@
+// serve.go is the life of the server: it opens the data directory, starts every service, serves the
+// administration socket, and ends in order.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// daemon is the running server.
+type daemon struct {
+	data        *dataDir
+	host        *host
+	enrollments *enrollments
+	log         *slog.Logger
+	stopping    chan struct{} // closed when the server is to end: waiting requests are answered
+
+	ctx context.Context // of every service's run
+	wg  sync.WaitGroup  // the runs
+
+	mu       sync.Mutex // guards services
+	services map[string]*service
+}
+
+// all returns the services sorted by name.
+func (d *daemon) all() []*service {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	list := make([]*service, 0, len(d.services))
+	for _, s := range d.services {
+		list = append(list, s)
+	}
+	slices.SortFunc(list, func(a, b *service) int { return strings.Compare(a.name, b.name) })
+	return list
+}
+
+// service finds a service by name, one that was enrolled a moment ago included.
+func (d *daemon) service(name string) (*service, error) {
+	if serviceID.MatchString(name) {
+		d.refresh()
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if s := d.services[name]; s != nil {
+			return s, nil
+		}
+	}
+	return nil, refuse("not_found", "there is no such service")
+}
+
+// refresh takes up services that were enrolled since. One that has state is never forgotten.
+func (d *daemon) refresh() {
+	for name := range d.enrollments.all() {
+		d.add(name)
+	}
+}
+
+// add starts a service unless it is there. It begins by reading its records.
+func (d *daemon) add(name string) {
+	if !serviceID.MatchString(name) {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.services[name] != nil || d.ctx.Err() != nil {
+		return
+	}
+	s := newService(name, d.data, d.host, func() (enrolled, error) { return d.enrollments.get(name) }, d.log)
+	d.services[name] = s
+	if err := s.open(); err != nil { // at once, so that a new service is usable when it is first seen; run says what is wrong
+		s.setUnavailable(err)
+	}
+	d.wg.Go(func() { s.run(d.ctx) })
+}
+
+// claims are the unit and container names of services that have a revision: nobody else may enroll them.
+func (d *daemon) claims() map[string]claim {
+	claims := map[string]claim{}
+	for _, s := range d.all() {
+		if r := s.rec.Load(); r != nil && r.Current != nil {
+			if rev, err := d.data.revision(s.name, r.Current.Generation); err == nil {
+				claims[s.name] = claim{unit: rev.Enrollment.Unit, container: rev.Container}
+			}
+		}
+	}
+	return claims
+}
+
+// busPatience is how long the bus may refuse connections before Toad ends: its mount is stale then, and
+// its own restart mounts the new socket. A call that times out is no reason to end.
+const busPatience = 30 * time.Second
+
+// serve runs the server until ctx ends, which is a clean end, or until it cannot go on.
+func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
+	data, err := openData(cfg.data, cfg.quadlets)
+	if err != nil {
+		return err
+	}
+	defer data.close()
+
+	sd, pod := newSystemd(cfg.bus), newPodman(cfg.podman)
+	own := &self{podman: pod}
+	reg := &registry{authFile: cfg.authFile, caFile: cfg.caFile, plainHTTP: cfg.plainHTTP}
+	rctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	d := &daemon{data: data, log: log, stopping: make(chan struct{}), ctx: rctx, services: map[string]*service{}}
+	d.host = &host{
+		units: sd, containers: pod, wall: time.Now, boot: bootTime, bootID: kernelBootID, probe: httpProbe, quadlets: cfg.quadlets,
+		fetch: func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
+			return reg.fetch(ctx, dir, image, limit, "linux/"+runtime.GOARCH, reserveSize)
+		},
+		hostPaths: func(ctx context.Context) (string, string, error) { return own.paths(ctx, cfg.data, cfg.quadlets) },
+	}
+	d.enrollments = newEnrollments(cfg.enrollment, func() enrollOptions {
+		o := enrollOptions{quadlets: cfg.quadlets, reserved: cfg.reserved, claims: d.claims()}
+		if p := own.known(cfg.data); p != "" {
+			o.forbiddenPaths = []string{p}
+		}
+		return o
+	})
+	names, err := data.services()
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		d.add(name)
+	}
+	d.refresh()
+
+	ln, err := listenUnix(filepath.Join(cfg.data, "run", "toad.sock"))
+	if err != nil {
+		return err
+	}
+	srv := &http.Server{Handler: d.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(ln) }()
+	if err := data.ownEvent("start", buildVersion().Version); err != nil {
+		log.Error("writing toad's own event", "err", err)
+	}
+	notify("READY=1")
+	log.Info("serving", "socket", ln.Addr().String(), "services", len(d.all()))
+
+	var gone time.Time
+	tick := time.NewTicker(5 * time.Second)
+	defer tick.Stop()
+	for end := false; !end; {
+		select {
+		case <-ctx.Done():
+			end = true
+		case err = <-served:
+			err, end = fmt.Errorf("serving %s: %w", ln.Addr(), err), true
+		case <-tick.C:
+			if _, berr := sd.Incarnation(ctx); !errors.Is(berr, errBusGone) {
+				gone = time.Time{}
+			} else if gone.IsZero() {
+				gone = time.Now()
+			} else if time.Since(gone) > busPatience {
+				err, end = fmt.Errorf("the user bus has refused connections for %s: %w", busPatience, berr), true
+			}
+		}
+	}
+
+	// No new operation; who waits is answered; an operation under way stays as it is on disk.
+	notify("STOPPING=1")
+	for _, s := range d.all() {
+		s.live.Lock()
+		s.live.closing = true
+		s.live.Unlock()
+	}
+	close(d.stopping)
+	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer stop()
+	_ = srv.Shutdown(sctx)
+	cancel()
+	d.wg.Wait()
+	if eerr := data.ownEvent("stop", ""); eerr != nil {
+		log.Error("writing toad's own event", "err", eerr)
+	}
+	return err
+}
+
+// listenUnix listens on the administration socket: its directory is for the owner alone, and so is it.
+// Whatever socket lies there is stale, because the lock on the data directory is held.
+func listenUnix(path string) (net.Listener, error) {
+	if err := os.Chmod(filepath.Dir(path), 0o700); err != nil {
+		return nil, fmt.Errorf("closing the socket's directory to others: %w", err)
+	}
+	if st, err := os.Lstat(path); err == nil && st.Mode()&fs.ModeSocket == 0 {
+		return nil, fmt.Errorf("listening on %s: a file that is no socket is in the way", path)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("removing the old socket: %w", err)
+	}
+	ln, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listening on %s: %w", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		ln.Close()
+		return nil, fmt.Errorf("closing the socket to others: %w", err)
+	}
+	return ln, nil
+}
+
+// notify tells systemd, which a unit with Notify=true passes the socket of (sd_notify(3)).
+func notify(what string) {
+	path := os.Getenv("NOTIFY_SOCKET")
+	if path == "" {
+		return
+	}
+	if c, err := net.Dial("unixgram", path); err == nil {
+		defer c.Close()
+		_, _ = c.Write([]byte(what))
+	}
+}
+
+// bootTime is CLOCK_BOOTTIME (clock_gettime(2)): it goes on while the host sleeps.
+func bootTime() time.Duration {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts); err != nil {
+		panic(err) // Linux has had it since 2.6.39
+	}
+	return time.Duration(ts.Nano())
+}
+
+// kernelBootID is random for each boot of the kernel (random(4)).
+var kernelBootID = sync.OnceValue(func() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		panic(err)
+	}
+	return strings.TrimSpace(string(b))
+})
+
+// self is what Toad knows of its own container, from Podman's inspection of it: the host's names of its
+// mounts. A process outside of any container has the host's own names.
+type self struct {
+	podman *podman
+
+	mu     sync.Mutex
+	mounts map[string]string
+	asked  bool
+}
+
+// ask inspects once; a failure is not remembered.
+func (s *self) ask(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.asked {
+		return nil
+	}
+	name, err := os.Hostname() // the first 12 digits of the container's id, unless HostName= is set
+	if err != nil {
+		return err
+	}
+	mounts, _, err := s.podman.Self(ctx, name)
+	if err != nil && !errors.Is(err, errNotFound) {
+		return err
+	}
+	s.mounts, s.asked = mounts, true
+	return nil
+}
+
+// paths is how the host names two directories of Toad's.
+func (s *self) paths(ctx context.Context, data, quadlets string) (string, string, error) {
+	if err := s.ask(ctx); err != nil {
+		return "", "", err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	outside := func(p string) string {
+		if h, ok := s.mounts[p]; ok {
+			return h
+		}
+		return p
+	}
+	return outside(data), outside(quadlets), nil
+}
+
+// known is how the host names a directory, without asking; "" when that is not known yet.
+func (s *self) known(path string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.mounts[path]
+}

@@ -1,0 +1,393 @@
+// watch.go looks after a service between rollouts: it finishes what follows from the last commit,
+// tells what happens to the promoted revision, and keeps the rollback target restorable. It never
+// rolls back: after promotion a failure is systemd's to restart and an operator's to judge.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"time"
+)
+
+// How often what cannot be signalled is looked at. A request to Podman wakes a service of 50 MB that
+// then stays for five seconds, so a quiet Toad asks systemd and the instance only.
+const (
+	watchInterval     = 10 * time.Second // the unit, and the instance itself
+	installInterval   = 10 * time.Second // finishing a promotion
+	retentionInterval = 5 * time.Minute  // layout, unit, networks, secrets, volumes, image
+	unhealthyAfter    = 30 * time.Second // lasting unreadiness
+)
+
+// watch runs until there is something to roll out, and returns an error only for the disk's sake.
+func (s *service) watch(ctx context.Context) error {
+	if err := s.settle(); err != nil {
+		return err
+	}
+	var nextInstall, nextRetention, unreadySince time.Time
+	var known identity // whose address is asked without asking Podman again
+	alerted := false
+	for {
+		if r := s.rec.Load(); r.active() != nil || r.Held != nil {
+			return nil
+		}
+		cur := s.rec.Load().Current
+		if cur == nil {
+			s.setHealth(health{state: s.withoutRevision(ctx), observedAt: s.now()})
+			if err := s.wait(ctx, time.Minute); err != nil {
+				return err
+			}
+			continue
+		}
+		rev, err := s.data.revision(s.name, cur.Generation)
+		if err != nil {
+			return err
+		}
+		if !s.rec.Load().Installed && !time.Now().Before(nextInstall) {
+			nextInstall = time.Now().Add(installInterval)
+			if err := s.install(ctx, rev); s.undecided(ctx, err) {
+				return err
+			} else if err != nil {
+				s.alert("the promoted unit could not be put in place; it is tried again", "err", err)
+			}
+		}
+		if !time.Now().Before(nextRetention) {
+			nextRetention = time.Now().Add(retentionInterval)
+			if err := s.retention(ctx); err != nil {
+				return err
+			}
+		}
+
+		st, lookErr := s.watchUnit(ctx, rev)
+		if errors.Is(lookErr, errStorage) || ctx.Err() != nil {
+			return lookErr
+		}
+		h, why := s.runtimeHealth(ctx, rev, cur.reference, st, lookErr, &known)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		s.setHealth(h)
+		switch {
+		case h.ready && alerted:
+			alerted = false
+			if err := s.tell("healthy", "ready again"); err != nil {
+				return err
+			}
+			fallthrough
+		case h.ready:
+			unreadySince = time.Time{}
+		case unreadySince.IsZero():
+			unreadySince = time.Now()
+		case !alerted && (time.Since(unreadySince) >= unhealthyAfter || h.state == "failed"):
+			alerted = true
+			s.alert("unhealthy", "state", h.state, "why", why)
+			if err := s.tell("unhealthy", h.state+": "+why); err != nil {
+				return err
+			}
+			if lookErr == nil { // it may be that its image is gone
+				if err := s.restoreImage(ctx, cur.reference); err != nil {
+					return err
+				}
+			}
+		}
+		pause := watchInterval
+		if !h.ready { // whoever has just been started or has just failed is looked at more closely
+			pause = max(time.Second, time.Duration(rev.Enrollment.Readiness.Interval))
+		}
+		if !s.rec.Load().Installed {
+			pause = min(pause, max(time.Until(nextInstall), 0))
+		}
+		if err := s.wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+}
+
+// tell commits an event of the running service.
+func (s *service) tell(typ, detail string) error {
+	return s.commit(func(r *record) error { return nil }, event{Type: typ, Detail: detail, Operation: s.currentOperation()})
+}
+
+// currentOperation is the operation that made the current revision.
+func (s *service) currentOperation() string {
+	if c := s.rec.Load().Current; c != nil {
+		return c.Operation
+	}
+	return ""
+}
+
+func (s *service) setHealth(h health) {
+	s.live.Lock()
+	s.live.health = h
+	s.live.Unlock()
+}
+
+// settle writes what follows from the last commit: the archive and key of an ended operation, and the
+// layout without what is no longer kept. All of it can be done again.
+func (s *service) settle() error {
+	r := s.rec.Load()
+	if r.Operation != nil && r.active() == nil {
+		if err := s.data.archive(s.name, r.Operation); err != nil {
+			return err
+		}
+	}
+	if _, err := os.Stat(s.images()); err == nil && r.Held == nil {
+		keep := map[string]string{}
+		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
+			if p != nil {
+				keep[p.digest()] = p.Image
+			}
+		}
+		if err := pruneLayout(s.images(), keep); errors.Is(err, errStorage) {
+			return err
+		} else if err != nil {
+			s.log.Warn("pruning the image layout", "err", err)
+		}
+	}
+	if err := s.data.prune(r, s.now()); err != nil {
+		return err
+	}
+	return nil
+}
+
+// install puts the promoted form of the current unit in place: only after the commit, or a boot could
+// start what was not promoted. The running instance is not touched by it.
+func (s *service) install(ctx context.Context, rev *revision) error {
+	if err := s.hold(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
+		return err
+	}
+	if err := s.writeUnit(ctx, rev, rev.unit); err != nil {
+		return err
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return err
+	}
+	boot, err := s.bootNow(ctx)
+	if err != nil {
+		return err
+	}
+	if op := s.op(); st.stopped() && op != nil && op.State == promoted && op.Boot != boot {
+		// A boot fell between the promotion and this: the candidate's form starts nothing at boot. What
+		// is started is the current revision; it is no rollout.
+		if err := s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline))); err != nil {
+			return err
+		}
+		if _, err := s.ensureImage(ctx, s.rec.Load().Current.reference); err != nil {
+			return err
+		}
+		if err := s.commit(func(r *record) error { r.Watch.Before, r.Watch.Invocation = st.InvocationID, ""; return nil }); err != nil {
+			return err
+		}
+		if err := s.host.units.Start(ctx, serviceName(rev.Enrollment.Unit)); err != nil && !errors.Is(err, errNoAnswer) {
+			return err
+		}
+	}
+	if err := s.commit(func(r *record) error { r.Installed = true; return nil }); err != nil {
+		return err
+	}
+	s.say("installed")
+	return nil
+}
+
+// watchUnit counts restarts since the promotion from signals and a look, and tells each.
+func (s *service) watchUnit(ctx context.Context, rev *revision) (unitStatus, error) {
+	unit := serviceName(rev.Enrollment.Unit)
+	if err := s.hold(ctx, unit); err != nil {
+		return unitStatus{}, err
+	}
+	seen := s.signals.take()
+	st, err := s.host.units.Unit(ctx, unit)
+	if err == nil {
+		seen = append(append(seen, s.signals.take()...), st)
+	}
+	before := s.rec.Load().Watch
+	n := before
+	for _, u := range seen {
+		n = n.add(u)
+	}
+	if n == before {
+		return st, err
+	}
+	var events []event
+	if n.Count > before.Count && time.Since(s.restartTold) >= time.Minute {
+		// A crash loop is told once a minute, with the count.
+		s.restartTold = time.Now()
+		s.alert("restart", "restarts since promotion", n.Count)
+		events = []event{{Type: "restart", Operation: s.currentOperation(), Detail: fmt.Sprintf("%d since promotion", n.Count)}}
+	}
+	if cerr := s.commit(func(r *record) error { r.Watch = n; return nil }, events...); cerr != nil {
+		return st, cerr
+	}
+	return st, err
+}
+
+// runtimeHealth says how the current revision is now. As long as the unit's invocation is the one whose
+// container was identified, the instance is asked without waking Podman.
+func (s *service) runtimeHealth(ctx context.Context, rev *revision, ref reference, st unitStatus, lookErr error, known *identity) (health, string) {
+	h := health{state: "unknown", observedAt: s.now()}
+	switch {
+	case lookErr != nil:
+		return h, "systemd does not answer"
+	case st.LoadState == "not-found" && st.ActiveState != "active":
+		h.state = "stopped"
+		return h, "its unit is not loaded"
+	case st.LoadState != "not-found" && !s.ours(st, rev.Enrollment.Unit):
+		h.state = "foreign"
+		return h, "another unit has its name"
+	case st.ActiveState == "failed" && st.Job == 0 && st.SubState == "failed":
+		h.state = "failed"
+		return h, "systemd says failed, result " + st.Result
+	case st.ActiveState == "inactive" && st.Job == 0:
+		h.state = "stopped"
+		return h, "the unit is inactive"
+	case st.ActiveState != "active":
+		h.state = "starting"
+		return h, "the unit is " + st.ActiveState
+	}
+	h.state = "running"
+	if known.invocation != st.InvocationID || known.conmon != st.MainPID || known.address == "" {
+		id, _, err := identify(ctx, s.host.units, s.host.containers, rev, ref)
+		var why notReady
+		switch {
+		case errors.As(err, &why):
+			h.state = "starting"
+			return h, string(why)
+		case err != nil:
+			h.state = "unknown"
+			return h, "Podman does not answer"
+		}
+		*known = id
+	}
+	h.current, h.digest = true, ref.digest()
+	pctx, cancel := context.WithTimeout(ctx, time.Duration(rev.Enrollment.Readiness.Timeout))
+	err := s.host.probe(pctx, target{known.address, rev.Enrollment.Readiness})
+	cancel()
+	if err != nil {
+		*known = identity{} // it may have moved: look properly next time
+		return h, err.Error()
+	}
+	if now, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit)); err != nil || now.InvocationID != known.invocation {
+		return h, "it restarted while it answered"
+	}
+	h.ready = true
+	return h, ""
+}
+
+// withoutRevision says what is there of a service that has none.
+func (s *service) withoutRevision(ctx context.Context) string {
+	en, err := s.enroll()
+	if err != nil {
+		return "stopped"
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(en.Unit))
+	switch {
+	case err != nil:
+		return "unknown"
+	case st.ActiveState == "active" || st.ActiveState == "activating":
+		return "foreign"
+	}
+	return "stopped"
+}
+
+// restoreImage loads the current revision's image back when somebody removed it from Podman: a unit
+// that systemd restarts pulls it otherwise, and cannot with the registry away.
+func (s *service) restoreImage(ctx context.Context, ref reference) error {
+	loaded, err := s.ensureImage(ctx, ref)
+	if err != nil {
+		s.alert("the current revision's image cannot be loaded into Podman", "err", err)
+		return nil
+	}
+	if loaded {
+		return s.tell("retention-restored", "the current revision's image had gone from Podman and was loaded again")
+	}
+	return nil
+}
+
+// retention sees whether the current and the retained revision could be restored now, repairs what it
+// can, and tells what changed.
+func (s *service) retention(ctx context.Context) error {
+	r := s.rec.Load()
+	if r.Current != nil {
+		if _, err := s.problemsOf(ctx, r.Current); err != nil {
+			return err
+		}
+		if err := s.restoreImage(ctx, r.Current.reference); err != nil {
+			return err
+		}
+	}
+	var problems []wireProblem
+	if r.Rollback != nil {
+		var err error
+		if problems, err = s.problemsOf(ctx, r.Rollback); err != nil {
+			return err
+		}
+	}
+	s.live.Lock()
+	old, checked := s.live.problems, s.live.checked
+	s.live.problems, s.live.checked = problems, true
+	s.live.Unlock()
+	switch {
+	case checked && slices.Equal(old, problems), len(problems) == 0 && len(old) == 0:
+	case len(problems) == 0:
+		return s.tell("retention-restored", "the retained rollback can be restored again")
+	default:
+		s.alert("retention-lost", "problems", problems)
+		return s.tell("retention-lost", problems[0].Summary)
+	}
+	return nil
+}
+
+// problemsOf lists what a revision would miss if it had to be started now.
+func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wireProblem, error) {
+	var problems []wireProblem
+	bad := func(code, format string, a ...any) {
+		problems = append(problems, wireProblem{Code: code, Summary: fmt.Sprintf(format, a...)})
+	}
+	if _, err := checkLayout(s.images(), p.digest()); err != nil {
+		s.log.Warn("checking the layout", "generation", p.Generation, "err", err)
+		code, word := "image_missing", "missing"
+		if errors.Is(err, errDamaged) {
+			code, word = "image_damaged", "damaged"
+		}
+		if !s.refetch(ctx, p) {
+			bad(code, "the retained image of generation %d is %s and could not be fetched again", p.Generation, word)
+		} else if err := s.tell("retention-restored", fmt.Sprintf("the retained image of generation %d was %s and was fetched again", p.Generation, word)); err != nil {
+			return nil, err
+		}
+	}
+	rev, err := s.data.revision(s.name, p.Generation)
+	if err != nil || checkUnitText(rev.unit) != nil {
+		bad("unit_missing", "the unit of generation %d is missing or damaged", p.Generation)
+		return problems, nil
+	}
+	networks, secrets, volumes := referenced(rev.unit, s.host.quadlets)
+	for _, k := range []struct {
+		kind, code string
+		names      []string
+	}{{"network", "network_missing", networks}, {"secret", "secret_missing", secrets}, {"volume", "volume_missing", volumes}} {
+		for _, name := range k.names {
+			if ok, err := s.host.containers.Exists(ctx, k.kind, name); err == nil && !ok {
+				bad(k.code, "the %s %s that generation %d uses is missing", k.kind, name, p.Generation)
+			}
+		}
+	}
+	return problems, nil
+}
+
+// refetch repairs a layout from the registry, within the fetch deadline and at most a minute.
+func (s *service) refetch(ctx context.Context, p *promotedRevision) bool {
+	rev, err := s.data.revision(s.name, p.Generation)
+	if err != nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, min(time.Minute, time.Duration(rev.Enrollment.FetchDeadline)))
+	defer cancel()
+	if _, err := s.host.fetch(ctx, s.images(), p.Image, rev.Enrollment.ImageLimit); err != nil {
+		s.log.Warn("fetching a retained image again", "err", err)
+		return false
+	}
+	return true
+}
