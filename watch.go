@@ -391,3 +391,109 @@ func (s *service) refetch(ctx context.Context, p *promotedRevision) bool {
 	}
 	return true
 }
+
+// unhold goes on stopping and confirming while the service is held. Once the instance is gone, the
+// current revision is started again, once, if it was the one being stopped; after a candidate its unit
+// is replaced by the target's and not started.
+func (s *service) unhold(ctx context.Context) error {
+	h := s.rec.Load().Held
+	rev, err := s.data.revision(s.name, h.Revision.Generation)
+	if err != nil {
+		return err
+	}
+	unit := serviceName(rev.Enrollment.Unit)
+	if err := s.hold(ctx, unit); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
+	if h.StartedAt != nil {
+		// The start of the current revision was meant, and maybe made.
+		took, err := s.startedSince(ctx, rev, *h.StartedAt)
+		if err != nil {
+			s.log.Warn("looking for the start after a hold", "err", err)
+			return s.wait(ctx, 5*time.Second)
+		}
+		if took {
+			return s.commit(func(r *record) error { r.Held = nil; r.Installed = true; return nil },
+				event{Type: "held", Operation: h.Operation, Detail: "released: the current revision was started again"})
+		}
+	}
+	s.setHealth(health{state: "held", observedAt: s.now()})
+	err = s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline)))
+	if s.undecided(ctx, err) {
+		return err
+	}
+	if err != nil {
+		if now := remainsOf(err); !slices.Equal(now, h.Remains) {
+			if err := s.commit(func(r *record) error { r.Held.Remains = now; return nil }); err != nil {
+				return err
+			}
+		}
+		return s.wait(ctx, 5*time.Second)
+	}
+	if err := s.afterHold(ctx, h); err != nil {
+		if s.undecided(ctx, err) {
+			return err
+		}
+		s.log.Warn("putting the current revision back after a hold", "err", err)
+		return s.wait(ctx, 5*time.Second)
+	}
+	return nil
+}
+
+// afterHold runs once termination is confirmed. The start is meant durably before it is made, and the
+// hold is lifted after it, so that a kill in between neither loses nor repeats it.
+func (s *service) afterHold(ctx context.Context, h *held) error {
+	lift := func(detail string) error {
+		return s.commit(func(r *record) error {
+			r.Held = nil
+			r.Installed = true
+			return nil
+		}, event{Type: "held", Operation: h.Operation, Detail: "released: " + detail})
+	}
+	cur := s.rec.Load().Current
+	if cur == nil {
+		rev, err := s.data.revision(s.name, h.Revision.Generation)
+		if err != nil {
+			return err
+		}
+		if err := s.removeUnit(ctx, rev); err != nil {
+			return err
+		}
+		return lift("the instance is gone, and there is no revision to go back to")
+	}
+	rev, err := s.data.revision(s.name, cur.Generation)
+	if err != nil {
+		return err
+	}
+	if _, err := s.ensureImage(ctx, cur.reference); err != nil {
+		return err
+	}
+	if err := s.writeUnit(ctx, rev, rev.unit); err != nil {
+		return err
+	}
+	if h.Candidate {
+		return lift("the candidate is gone; the current revision's unit is in place and not started")
+	}
+	unit := serviceName(rev.Enrollment.Unit)
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	if h.StartedAt == nil {
+		if err := s.commit(func(r *record) error {
+			now := s.now()
+			r.Held.StartedAt = &now
+			r.Watch = restarts{Count: r.Watch.Count, Before: st.InvocationID}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	if err := s.host.units.ResetFailed(ctx, unit); err != nil {
+		s.log.Debug("resetting the failed state", "err", err)
+	}
+	if err := s.host.units.Start(ctx, unit); err != nil && !errors.Is(err, errNoAnswer) {
+		return err
+	}
+	return lift("the instance is gone; the current revision is started again")
+}

@@ -1,0 +1,488 @@
+// instance.go is what is done to the host for one instance, each step looking before and after: whose
+// the unit is, the image in Podman, the unit's file, the proof of termination. It decides no state.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+)
+
+// stillThere is the private half of termination_unconfirmed: what remains, in public words.
+type stillThere []string
+
+func (r stillThere) Error() string { return strings.Join(r, "; ") }
+
+func remainsOf(err error) []string {
+	var r stillThere
+	errors.As(err, &r)
+	return r
+}
+
+// owns sees that the unit's name and file are this service's own or nobody's.
+func (s *service) owns(ctx context.Context, rev *revision) error {
+	unit := rev.Enrollment.Unit
+	if b, err := os.ReadFile(s.unitPath(unit)); err == nil {
+		if m, ok := parseMarker(b); !ok || !s.wrote(m) {
+			return failed("unit_not_owned", nil, unit)
+		}
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("reading the unit file: %w", err)
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(unit))
+	if err != nil {
+		return err
+	}
+	if st.LoadState != "not-found" && !s.ours(st, unit) {
+		return failed("unit_not_owned", nil, unit)
+	}
+	return nil
+}
+
+// ours tells that the loaded unit comes from this service's file. SourcePath is a path of the host, of
+// which Toad knows the end.
+func (s *service) ours(st unitStatus, unit string) bool {
+	return strings.HasSuffix(st.SourcePath, "/"+s.name+"/"+unit)
+}
+
+// wrote tells that a marker names a revision that this service's records know.
+func (s *service) wrote(m unitIdentity) bool {
+	if m.DataID != s.data.id || m.Service != s.name {
+		return false
+	}
+	rev, err := s.data.revision(s.name, m.Generation)
+	return err == nil && rev.Operation == m.Operation
+}
+
+// foreign sees that no container has the service's name or labels but the one that its unit runs.
+func (s *service) foreign(ctx context.Context, rev *revision) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		return err
+	}
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	for _, c := range list {
+		if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID || slices.Contains(s.rec.Load().Containers, c.ID) {
+			continue
+		}
+		if st.Job != 0 || st.ActiveState == "activating" || st.ActiveState == "deactivating" {
+			continue // between two starts of its own; whoever is still there after the stop is seen then
+		}
+		return failed("foreign_container", nil, c.Name, shortID(c.ID))
+	}
+	return nil
+}
+
+func shortID(id string) string { return id[:min(12, len(id))] }
+
+// alone sees that nothing else starts or stops with the unit but what its own [Install] names.
+func (s *service) alone(ctx context.Context, rev *revision) error {
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return err
+	}
+	own := installTargets(rev.unit)
+	if b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit)); err == nil {
+		own = append(own, installTargets(b)...)
+	}
+	var others []string
+	for _, d := range st.Dependents {
+		if !slices.Contains(own, d) {
+			others = append(others, d)
+		}
+	}
+	if len(others) > 0 {
+		return failed("unit_invalid", nil, "other units start or stop with it: "+strings.Join(others, ", "))
+	}
+	return nil
+}
+
+// ensureImage sees that Podman has the image under its reference and that it is the verified one, and
+// loads it from the layout if it is not there. It tells whether it had to.
+func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, err error) {
+	for range 3 {
+		var id string
+		id, err = s.host.containers.Image(ctx, ref.Image)
+		switch {
+		case err == nil && id == ref.ConfigID:
+			return loaded, nil
+		case err == nil:
+			return loaded, failed("digest_mismatch", fmt.Errorf("podman has image id %s, the manifest names %s", id, ref.ConfigID), ref.Image)
+		case !errors.Is(err, errNotFound):
+			return loaded, failed("load_failed", err)
+		}
+		s.say("loading")
+		if err = s.load(ctx, ref); err == nil {
+			loaded = true
+			continue
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return loaded, failed("load_failed", err)
+}
+
+// imageForStart loads the image of a unit that is starting if somebody took it from Podman since: its
+// next try then finds it.
+func (s *service) imageForStart(ctx context.Context, st unitStatus, ref reference) {
+	if st.ActiveState != "activating" {
+		return
+	}
+	if loaded, err := s.ensureImage(ctx, ref); err != nil {
+		s.log.Warn("loading the image for a start", "err", err)
+	} else if loaded {
+		s.say("image_missing_again")
+	}
+}
+
+// load streams the image from the layout into Podman, once.
+func (s *service) load(ctx context.Context, ref reference) error {
+	r, w := io.Pipe()
+	done := make(chan error, 1)
+	go func() {
+		err := writeArchive(w, s.images(), ref.Image, ref.digest())
+		w.CloseWithError(err)
+		done <- err
+	}()
+	err := s.host.containers.Load(ctx, r)
+	r.CloseWithError(errors.New("podman stopped reading"))
+	if werr := <-done; err == nil || errors.Is(werr, errDamaged) || errors.Is(werr, errNotFound) {
+		err = errors.Join(err, werr)
+	}
+	return err
+}
+
+// verifyUnit proves on the host, before anything stops, that its own generator and systemd take the
+// candidate's unit: the generator runs dry over a copy in the data directory, systemd-analyze over what
+// it printed. The generator is judged by whether it printed this unit's service, not by its exit status,
+// which any other file's fault sets. What they say goes to the local log only.
+func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
+	hostData, hostQuadlets, err := s.host.hostPaths(ctx)
+	if err != nil {
+		return fmt.Errorf("finding the host's paths: %w", err)
+	}
+	form := candidateForm(rev.unit)
+	if err := checkUnitText(form); err != nil {
+		return failed("unit_invalid", err, "it does not parse")
+	}
+	dir, hostDir := filepath.Join(s.data.path, "check", s.name), filepath.Join(hostData, "check", s.name)
+	if err := makeDir(dir); err != nil {
+		return err
+	}
+	unit, svc := rev.Enrollment.Unit, serviceName(rev.Enrollment.Unit)
+	if err := writeFile(filepath.Join(dir, unit), form); err != nil {
+		return err
+	}
+	job := "toad-check-" + s.name + ".service"
+	out := filepath.Join(hostDir, "out")
+	if _, err := s.host.units.Run(ctx, job,
+		[]string{"/usr/lib/systemd/user-generators/podman-user-generator", "--user", "--dryrun"},
+		[]string{"QUADLET_UNIT_DIRS=" + hostDir + ":" + hostQuadlets}, out); err != nil {
+		return fmt.Errorf("running the generator: %w", err)
+	}
+	said, err := os.ReadFile(filepath.Join(dir, "out"))
+	if err != nil {
+		return fmt.Errorf("reading what the generator said: %w", err)
+	}
+	text, ok := generated(string(said), svc)
+	if !ok || !strings.Contains(text, "SourcePath="+filepath.Join(hostDir, unit)+"\n") {
+		s.log.Error("the generator refuses the unit", "unit", unit, "said", string(said))
+		return failed("unit_invalid", nil, "Podman's generator makes no unit of it")
+	}
+	if err := writeFile(filepath.Join(dir, svc), []byte(text)); err != nil {
+		return err
+	}
+	ok, err = s.host.units.Run(ctx, job,
+		[]string{"/usr/bin/systemd-analyze", "--user", "verify", "--man=no", "--recursive-errors=no", filepath.Join(hostDir, svc)}, nil, out)
+	if err != nil {
+		return fmt.Errorf("running systemd-analyze: %w", err)
+	}
+	if !ok {
+		said, _ := os.ReadFile(filepath.Join(dir, "out"))
+		s.log.Error("systemd refuses the unit", "unit", unit, "said", string(said))
+		return failed("unit_invalid", nil, "systemd does not accept it")
+	}
+	return nil
+}
+
+// generated cuts one unit's text out of what a dry run of the generator printed.
+func generated(said, svc string) (string, bool) {
+	_, text, ok := strings.Cut("\n"+said, "\n---"+svc+"---\n")
+	text, _, _ = strings.Cut(text, "\n---")
+	return text + "\n", ok
+}
+
+// recordContainers persists the step together with the id of what the unit runs: a record of Podman's
+// may later be removed by force only if its id was recorded.
+func (s *service) recordContainers(ctx context.Context, rev *revision, step string) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	st, err := s.host.units.Unit(ctx, unit)
+	if err != nil {
+		return err
+	}
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		return err
+	}
+	return s.intend(step, func(r *record) {
+		for _, c := range list {
+			if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID {
+				r.addContainer(c.ID)
+			}
+		}
+	})
+}
+
+// addContainer remembers the id of a container that the unit ran; the oldest are forgotten.
+func (r *record) addContainer(id string) {
+	if !slices.Contains(r.Containers, id) {
+		r.Containers = append(r.Containers, id)
+		r.Containers = r.Containers[max(0, len(r.Containers)-32):]
+	}
+}
+
+// stopAndConfirm stops the unit and returns nil only when every witness says that the instance is
+// gone. The job's result is none: systemd says done while an unkillable process still lives.
+func (s *service) stopAndConfirm(ctx context.Context, rev *revision, dl *deadline) error {
+	unit := serviceName(rev.Enrollment.Unit)
+	var asked time.Time
+	var said string
+	remains := stillThere{"nothing could be asked yet"}
+	for first := true; ; first = false {
+		left := s.left(dl)
+		if left <= 0 && !first {
+			return failed("termination_unconfirmed", remains, time.Duration(rev.Enrollment.StopDeadline), remains.Error())
+		}
+		// One look is made even when the deadline passed while Toad was away: it may well be gone.
+		actx, cancel := context.WithTimeout(ctx, max(left, time.Second))
+		st, err := s.host.units.Unit(actx, unit)
+		switch {
+		case err != nil:
+			s.log.Warn("looking at the unit", "err", err)
+			remains = stillThere{"systemd does not answer"}
+		case !st.stopped() && (asked.IsZero() || st.Job == 0 && time.Since(asked) > time.Second):
+			asked = time.Now()
+			if err := s.host.units.Stop(actx, unit); err != nil {
+				s.log.Warn("stopping the unit", "err", err)
+			}
+			remains = stillThere{"the unit is " + st.ActiveState + " (" + st.SubState + ")"}
+		default:
+			remains = s.remains(actx, rev, st)
+		}
+		cancel()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if len(remains) == 0 {
+			return nil
+		}
+		if text := remains.Error(); text != said && !asked.IsZero() && time.Since(asked) > 5*time.Second {
+			said = text
+			s.say("still_there", text)
+		}
+		pause := 250 * time.Millisecond // signals come sooner
+		if st.stopped() {
+			pause = 20 * time.Millisecond // systemd is through, the last witness lags
+			if !asked.IsZero() && time.Since(asked) > 5*time.Second {
+				pause = time.Second
+			}
+		}
+		if err := s.wait(ctx, min(pause, max(s.left(dl), time.Millisecond))); err != nil {
+			return err
+		}
+		if s.signals != nil {
+			s.signals.take() // only a reason to look
+		}
+	}
+}
+
+// remains asks every witness but systemd's word and says what is still there.
+func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) stillThere {
+	unit := serviceName(rev.Enrollment.Unit)
+	var r stillThere
+	if !st.stopped() {
+		r = append(r, "the unit is "+st.ActiveState+" ("+st.SubState+")")
+	}
+	procs, err := s.host.units.Processes(ctx, unit)
+	switch {
+	case err != nil:
+		s.log.Warn("listing the unit's processes", "err", err)
+		r = append(r, "systemd does not tell the unit's processes")
+	case len(procs) > 0:
+		s.log.Warn("processes of the unit are still there", "processes", procs)
+		r = append(r, fmt.Sprintf("%d process(es) in the unit's control group", len(procs)))
+	case st.ControlGroup != "":
+		r = append(r, "the unit's control group")
+	}
+	gone := len(r) == 0
+	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	if err != nil {
+		s.log.Warn("listing containers", "err", err)
+		return append(r, "Podman does not answer")
+	}
+	for _, c := range list {
+		// A record that Podman kept of a dead container of ours is removed; nothing else ever is.
+		if gone && slices.Contains(s.rec.Load().Containers, c.ID) {
+			if err := s.host.containers.Remove(ctx, c.ID); err != nil {
+				s.log.Warn("removing a dead container's record", "container", c.ID, "err", err)
+			} else if _, err := s.host.containers.Container(ctx, c.ID); errors.Is(err, errNotFound) {
+				continue
+			}
+		}
+		r = append(r, fmt.Sprintf("container %s (%s) is %s", c.Name, shortID(c.ID), c.Status))
+	}
+	return r
+}
+
+// place makes the host ready to start a revision: bytes in Podman, unit written, reloaded, read back.
+// Nothing runs while it does: a file written under a running unit would start at its next crash.
+func (s *service) place(ctx context.Context, rev *revision, ref reference, form []byte) error {
+	if err := s.intend(stepWrite, nil); err != nil {
+		return err
+	}
+	if loaded, err := s.ensureImage(ctx, ref); err != nil {
+		return err
+	} else if loaded {
+		s.say("image_missing_again")
+	}
+	return s.writeUnit(ctx, rev, form)
+}
+
+// writeUnit writes a form of the revision's unit, reloads, and proves from the loaded unit that it is
+// this one: the reload says success for a broken file too.
+func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) error {
+	if err := checkUnitText(form); err != nil {
+		return failed("unit_invalid", err, "it does not parse")
+	}
+	if err := s.owns(ctx, rev); err != nil {
+		return err
+	}
+	path := s.unitPath(rev.Enrollment.Unit)
+	if err := makeDir(filepath.Dir(path)); err != nil {
+		return err
+	}
+	if b, err := os.ReadFile(path); err != nil || string(b) != string(form) {
+		if err := replaceUnit(path, form); err != nil {
+			return err
+		}
+	} else if err := syncFile(path); err != nil { // found so: maybe not durable yet
+		return err
+	}
+	if err := s.host.units.Reload(ctx); err != nil {
+		return fmt.Errorf("reloading: %w", err)
+	}
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return err
+	}
+	if why := s.misread(st, rev); why != "" {
+		return failed("unit_invalid", fmt.Errorf("unit status %+v", st), why)
+	}
+	s.say("unit_written", rev.Generation)
+	return nil
+}
+
+// replaceUnit writes a unit file, readable by the generator. On a full Quadlet directory the previous
+// one, kept beside it under a name that the generator ignores, can still be put back.
+func replaceUnit(path string, form []byte) error {
+	prev := path + ".prev"
+	if b, err := os.ReadFile(prev); err == nil && string(b) == string(form) {
+		// Going back: a rename needs no room. The file it replaces is a failed candidate's.
+		if err := boundary("replace", path); err != nil {
+			return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		}
+		if err := os.Rename(prev, path); err == nil {
+			return syncFile(path)
+		}
+	}
+	if err := boundary("keep", path); err != nil {
+		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+	}
+	os.Remove(prev)
+	if err := os.Link(path, prev); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+	}
+	return writeFileMode(path, form, 0o644)
+}
+
+// misread says why the loaded unit is not the revision's; "" if it is.
+func (s *service) misread(st unitStatus, rev *revision) string {
+	args := st.ExecStart
+	switch {
+	case st.LoadState != "loaded":
+		return "after the reload it is " + st.LoadState
+	case !s.ours(st, rev.Enrollment.Unit):
+		return "another file provides it"
+	case st.NeedDaemonReload:
+		return "it changed on disk after the reload"
+	case len(args) == 0 || !slices.Contains(args, rev.Image):
+		return "it does not run the revision's image"
+	case !slices.Contains(args, rev.Container) && !slices.Contains(args, "--name="+rev.Container):
+		return "it does not run under the enrolled container name"
+	}
+	return ""
+}
+
+// startedSince tells whether the unit was started as this revision since then: it runs, it is about to,
+// it has failed, or Podman remembers a start.
+func (s *service) startedSince(ctx context.Context, rev *revision, since time.Time) (bool, error) {
+	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
+	if err != nil {
+		return false, err
+	}
+	if s.misread(st, rev) != "" {
+		return false, nil
+	}
+	if st.Job != 0 || st.ActiveState != "inactive" {
+		return true, nil
+	}
+	n, err := s.host.containers.Starts(ctx, rev.Container, since)
+	return n > 0, err
+}
+
+// runs tells that what the unit runs, or is about to, is this revision: by its file, the loaded digest,
+// and the labels of the container if there is one already.
+func (s *service) runs(ctx context.Context, rev *revision, ref reference) bool {
+	b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit))
+	if err != nil || string(b) != string(rev.unit) {
+		return false
+	}
+	_, st, err := identify(ctx, s.host.units, s.host.containers, rev, ref)
+	return (err == nil || st.ActiveState == "activating") && s.misread(st, rev) == ""
+}
+
+// removeUnit takes the service's unit file away and proves that the unit is gone. Whoever else's file
+// stands there is left alone.
+func (s *service) removeUnit(ctx context.Context, rev *revision) error {
+	if err := s.owns(ctx, rev); err != nil {
+		return err
+	}
+	path := s.unitPath(rev.Enrollment.Unit)
+	for _, p := range []string{path, path + ".prev"} {
+		if err := removeFile(p); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	var err error
+	for range 3 {
+		if err = s.host.units.Reload(ctx); err == nil {
+			return nil
+		}
+		if werr := s.wait(ctx, time.Second); werr != nil {
+			return werr
+		}
+	}
+	return fmt.Errorf("reloading: %w", err)
+}
