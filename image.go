@@ -827,6 +827,8 @@ func fetchFailed(ctx context.Context, digest string, err error) error {
 		reason = "the fetch deadline passed"
 	case errors.Is(err, errSettings):
 		reason = "the host's settings for the registry cannot be read"
+	case errors.As(err, new(*tls.CertificateVerificationError)):
+		reason = "the registry's certificate is not trusted"
 	case errors.Is(err, errRefused):
 		reason = "the way there is not allowed: plain HTTP, or into a network of Toad's own"
 	case errors.As(err, &status) && (status.StatusCode == http.StatusUnauthorized || status.StatusCode == http.StatusForbidden):
@@ -835,8 +837,6 @@ func fetchFailed(ctx context.Context, digest string, err error) error {
 		reason = "the registry does not have it"
 	case errors.As(err, &status):
 		reason = fmt.Sprintf("the registry answered with status %d", status.StatusCode)
-	case errors.As(err, new(*tls.CertificateVerificationError)):
-		reason = "the registry's certificate is not trusted"
 	case errors.As(err, &network) && network.Timeout():
 		reason = "the registry did not answer in time"
 	case errors.As(err, &network) || errors.Is(err, io.ErrUnexpectedEOF):
@@ -859,6 +859,8 @@ func withoutSecrets(err error) error {
 	switch {
 	case err == nil:
 		return nil
+	case errors.Is(err, errRefused) && !errors.As(err, &request), errors.Is(err, errSettings):
+		return err // Toad's own words
 	case errors.As(err, &status):
 		codes := []string{}
 		for _, d := range status.Errors {
@@ -880,13 +882,10 @@ func withoutSecrets(err error) error {
 	case errors.As(err, &errno):
 		return errno
 	}
-	for _, known := range []error{context.Canceled, context.DeadlineExceeded, io.ErrUnexpectedEOF, io.EOF} {
+	for _, known := range []error{context.Canceled, context.DeadlineExceeded, io.ErrUnexpectedEOF, io.EOF, http.ErrSchemeMismatch} {
 		if errors.Is(err, known) {
 			return known
 		}
-	}
-	if errors.Is(err, errRefused) || errors.Is(err, errSettings) {
-		return err
 	}
 	return fmt.Errorf("an error of type %T", err)
 }

@@ -546,7 +546,7 @@ func TestFetchSlow(t *testing.T) {
 	image := testImage(t, amd64, 2)
 	_, config, layers := blobsOf(t, image)
 	ref := f.push("apps/hello", image)
-	stuck := make(chan struct{}, 10)
+	stuck := make(chan struct{}, 100)
 	over := make(chan struct{})
 	defer close(over)
 	at := func(where string) {
@@ -555,8 +555,6 @@ func TestFetchSlow(t *testing.T) {
 				return false
 			}
 			if digest == layers[1] {
-				w.Header().Set("Content-Length", "0") // replaced below: half a body, then nothing
-				w.Header().Del("Content-Length")
 				w.Write([]byte("begun"))
 				w.(http.Flusher).Flush()
 			}
@@ -573,7 +571,6 @@ func TestFetchSlow(t *testing.T) {
 		if c, ok := errors.AsType[*codedError](err); !ok || c.Code != "fetch_failed" || !strings.Contains(c.Summary, "deadline") || !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("past the deadline: %v", err)
 		}
-		<-stuck
 
 		cause := errors.New("shutting down")
 		ctx, stop := context.WithCancelCause(t.Context())
@@ -704,7 +701,7 @@ func TestFetchTrust(t *testing.T) {
 	plain := newFakeRegistry(t, "127.0.0.1:0", false)
 	ref = plain.push("apps/hello", testImage(t, amd64, 1))
 	_, err := fetchIt(t, &registry{plainHTTP: []string{"127.0.0.1"}}, t.TempDir(), ref)
-	if codeOf(err) != "fetch_failed" || !errors.Is(err, errRefused) || len(plain.asked()) != 0 {
+	if c, ok := errors.AsType[*codedError](err); !ok || !strings.Contains(c.Summary, "not allowed") || len(plain.asked()) != 0 {
 		t.Errorf("unflagged: %v", err)
 	}
 }
@@ -725,13 +722,13 @@ func TestFetchLedAway(t *testing.T) {
 		own           func() []netip.Prefix
 		reached       bool
 	}{
-		{"https", true, false, "127.0.0.3:0", own(), true},
-		{"plain HTTP", false, false, "127.0.0.3:0", own(), false},
-		{"plain HTTP, flagged", false, true, "127.0.0.3:0", own(), true},
-		{"an own network", true, false, "127.0.0.3:0", own("127.0.0.3/32"), false},
-		{"an own network, flagged", false, true, "127.0.0.3:0", own("127.0.0.3/32"), false},
-		{"the registry's network", true, false, "127.0.0.3:0", own("127.0.0.2/31"), true},
-		{"the registry's network within another", true, false, "127.0.0.3:0", own("127.0.0.2/31", "127.0.0.3/32"), false},
+		{"https", true, false, "127.0.0.1:0", own(), true},
+		{"plain HTTP", false, false, "127.0.0.1:0", own(), false},
+		{"plain HTTP, flagged", false, true, "127.0.0.1:0", own(), true},
+		{"an own network", true, false, "127.0.0.1:0", own("127.0.0.1/32"), false},
+		{"an own network, flagged", false, true, "127.0.0.1:0", own("127.0.0.1/32"), false},
+		{"the registry's network", true, false, "127.0.0.1:0", own("127.0.0.0/30"), true},
+		{"the registry's network within another", true, false, "127.0.0.1:0", own("127.0.0.0/30", "127.0.0.1/32"), false},
 		{"this host", true, false, "[::1]:0", own(), false}, // the registry is in 127.0.0.0/8 only
 	}
 	for _, tt := range tests {
