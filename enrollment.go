@@ -88,7 +88,7 @@ type enrollOptions struct {
 	quadlets       string           // the Quadlet directory; "": networks and drop-ins are not checked
 	reserved       []string         // names that no enrolled unit or container may have
 	claims         map[string]claim // by service: what a service with a revision runs as
-	forbiddenPaths []string         // Toad's data directory as the host sees it; nil: its usual place
+	forbiddenPaths []string         // what no service may reach, Toad's data directory first; nil: its usual place
 	home           string           // the service user's home, for %h; "": derived from forbiddenPaths
 }
 

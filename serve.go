@@ -90,10 +90,8 @@ func (d *daemon) add(name string) {
 func (d *daemon) claims() map[string]claim {
 	claims := map[string]claim{}
 	for _, s := range d.all() {
-		if r := s.rec.Load(); r != nil && r.Current != nil {
-			if rev, err := d.data.revision(s.name, r.Current.Generation); err == nil {
-				claims[s.name] = claim{unit: rev.Enrollment.Unit, container: rev.Container}
-			}
+		if c, ok := s.claim(); ok {
+			claims[s.name] = c
 		}
 	}
 	return claims
@@ -127,7 +125,8 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	d.enrollments = newEnrollments(cfg.enrollment, func() enrollOptions {
 		o := enrollOptions{quadlets: cfg.quadlets, reserved: cfg.reserved, claims: d.claims()}
 		if p := own.known(cfg.data); p != "" {
-			o.forbiddenPaths = []string{p}
+			// Whoever writes one of the other two could have Toad run anything.
+			o.forbiddenPaths = []string{p, own.known(cfg.quadlets), own.known(cfg.enrollment)}
 		}
 		return o
 	})
@@ -154,6 +153,11 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	notify("READY=1")
 	log.Info("serving", "socket", ln.Addr().String(), "services", len(d.all()))
 
+	go func() {
+		for own.ask(rctx) != nil && rctx.Err() == nil { // a Podman that does not answer holds up nothing
+			time.Sleep(time.Second)
+		}
+	}()
 	var gone time.Time
 	tick := time.NewTicker(5 * time.Second)
 	defer tick.Stop()
@@ -291,7 +295,7 @@ func (s *self) paths(ctx context.Context, data, quadlets string) (string, string
 	return outside(data), outside(quadlets), nil
 }
 
-// known is how the host names a directory, without asking; "" when that is not known yet.
+// known is how the host names a directory, without asking; "" when that is not known.
 func (s *self) known(path string) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -74,6 +74,8 @@ type live struct {
 	problems    []wireProblem // of the retained rollback
 	checked     bool          // the retained rollback was looked at
 	log         *operationLog // of the operation under way or last ended
+	claimed     claim         // what the revision of this generation runs as
+	claimedBy   int64
 }
 
 // health is runtime health, apart from any outcome.
@@ -393,6 +395,24 @@ func (s *service) bootNow(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("reading the user manager's start time: %w", err)
 	}
 	return s.host.bootID() + "/" + m, nil
+}
+
+// claim is what the current revision runs as; false if there is none. The disk is read once a revision.
+func (s *service) claim() (claim, bool) {
+	r := s.rec.Load()
+	if r == nil || r.Current == nil {
+		return claim{}, false
+	}
+	s.live.Lock()
+	defer s.live.Unlock()
+	if g := r.Current.Generation; s.live.claimedBy != g {
+		rev, err := s.data.revision(s.name, g)
+		if err != nil {
+			return claim{}, false
+		}
+		s.live.claimed, s.live.claimedBy = claim{unit: rev.Enrollment.Unit, container: rev.Container}, g
+	}
+	return s.live.claimed, true
 }
 
 func (s *service) images() string { return s.data.serviceFile(s.name, "images") }
