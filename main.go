@@ -130,7 +130,7 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			"4 rolled back, 5 server out of reach, 130 interrupted.",
 		FlagSet: newFlags("toad"),
 		Subcommands: []*ffcli.Command{
-			serveCmd(stderr),
+			serveCmd(stdout, stderr),
 			statusCmd(stdout, stderr),
 			deployCmd(stdout, stderr),
 			watchCmd(stdout, stderr),
@@ -240,7 +240,7 @@ type serveConfig struct {
 	reserved   []string // names no service may claim
 }
 
-func serveCmd(stderr io.Writer) *ffcli.Command {
+func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var cfg serveConfig
 	fs := newFlags("serve")
 	fs.StringVar(&cfg.bus, "bus", "unix:path=/run/toad/bus", "`address` of the systemd user manager's bus")
@@ -266,7 +266,7 @@ func serveCmd(stderr io.Writer) *ffcli.Command {
 				return err
 			}
 			cfg.reserved = splitNames(*reserved)
-			return serve(ctx, cfg, newLog(stderr))
+			return serve(ctx, cfg, newLog(stdout, stderr))
 		},
 	}
 }
@@ -325,12 +325,34 @@ func versionCmd(stdout io.Writer) *ffcli.Command {
 	}
 }
 
-// newLog logs for the journal as JSON, and for a person as text.
-func newLog(stderr io.Writer) *slog.Logger {
+// newLog logs for the journal as JSON, and for a person as text. An error goes to standard error, what is
+// less to standard output: Podman's conmon gives them the priorities err and info, and passes a "<3>" at
+// the head of a line on as text (2.1.12).
+func newLog(stdout, stderr io.Writer) *slog.Logger {
 	if isTerminal(stderr) {
 		return slog.New(slog.NewTextHandler(stderr, nil))
 	}
-	return slog.New(slog.NewJSONHandler(stderr, nil))
+	return slog.New(byLevel{slog.NewJSONHandler(stdout, nil), slog.NewJSONHandler(stderr, nil)})
+}
+
+// byLevel hands errors to one handler and the rest to another.
+type byLevel struct{ rest, errors slog.Handler }
+
+func (h byLevel) Enabled(ctx context.Context, l slog.Level) bool { return h.rest.Enabled(ctx, l) }
+
+func (h byLevel) Handle(ctx context.Context, r slog.Record) error {
+	if r.Level >= slog.LevelError {
+		return h.errors.Handle(ctx, r)
+	}
+	return h.rest.Handle(ctx, r)
+}
+
+func (h byLevel) WithAttrs(a []slog.Attr) slog.Handler {
+	return byLevel{h.rest.WithAttrs(a), h.errors.WithAttrs(a)}
+}
+
+func (h byLevel) WithGroup(name string) slog.Handler {
+	return byLevel{h.rest.WithGroup(name), h.errors.WithGroup(name)}
 }
 
 // splitNames splits a comma-separated list; "" is the empty one.
