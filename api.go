@@ -247,6 +247,8 @@ func (d *daemon) handler() http.Handler {
 	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
 	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
 	handle("GET /v1/health", d.getHealth)
+	handle("POST /v1/fsck", d.postFsck)
+	handle("GET /v1/backup", d.getBackup)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if _, pattern := mux.Handler(r); pattern == "" {
 			// The mux's own answer is text; ask it only whether another method would do.

@@ -11,11 +11,20 @@
 //	toad log OPERATION
 //	toad history SERVICE
 //	toad check DIR
+//	toad fsck [--restore FILE]
+//	toad backup > FILE
+//	toad restore < FILE
 //	toad version
 //
 // `serve` is the server: one on a host, in its own container. `check` judges a directory of
 // enrollments without a host. The other commands speak to the server over its administration
-// socket, /data/run/toad.sock unless --socket names another.
+// socket, /data/run/toad.sock unless --socket names another. `fsck` and `backup` work on the data
+// directory themselves when no server runs, `restore` always does.
+//
+// `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
+// puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
+// undoes a generation, an accepted operation or a promotion: every request made before is stale then, and
+// what the evidence contradicts is refused.
 //
 // IMAGE is the enrolled repository and a digest: registry.example.org/apps/hello@sha256:….
 // `deploy` follows its operation to the end unless --no-wait is given. Ctrl-C ends the watching and
@@ -138,6 +147,9 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			logCmd(stdout, stderr),
 			historyCmd(stdout, stderr),
 			checkCmd(stdout),
+			fsckCmd(stdout, stderr),
+			backupCmd(stdout, stderr),
+			restoreCmd(os.Stdin, stdout),
 			versionCmd(stdout),
 		},
 		Exec: func(_ context.Context, args []string) error {

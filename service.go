@@ -117,6 +117,7 @@ func (s *service) run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
+		case <-s.wake:
 		case <-time.After(backoff):
 		}
 	}

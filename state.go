@@ -36,6 +36,8 @@ const reserveSize = 8 << 20
 var (
 	// errStorage wraps a failed durable write: what is on disk is unknown until it is read again.
 	errStorage = errors.New("storage")
+	// errLocked says that another toad works on the directory.
+	errLocked = errors.New("another toad is at work")
 	// errCorrupt wraps what is wrong with a record that was read.
 	errCorrupt = errors.New("corrupt record")
 )
@@ -234,11 +236,9 @@ func (r *record) check() error {
 	switch op := r.Operation; {
 	case r.Generation < 0 || r.NextGeneration <= r.Generation:
 		return bad("generation %d, next %d", r.Generation, r.NextGeneration)
-	case (r.Current == nil) != (r.Generation == 0):
-		return bad("generation %d does not fit the current revision", r.Generation)
-	case r.Current != nil && r.Current.Generation != r.Generation:
+	case r.Current != nil && r.Current.Generation > r.Generation: // below it only after a restore
 		return bad("current revision has generation %d, the service %d", r.Current.Generation, r.Generation)
-	case r.Rollback != nil && (r.Current == nil || r.Rollback.Generation >= r.Generation):
+	case r.Rollback != nil && (r.Current == nil || r.Rollback.Generation >= r.Current.Generation):
 		return bad("retained rollback is not older than the current revision")
 	case op != nil && nextStates[op.State] == nil && !op.State.terminal():
 		return bad("unknown state %q", op.State)
@@ -394,6 +394,19 @@ func encodeRecord(v any) ([]byte, error) {
 
 // decodeRecord reads what encodeRecord wrote into v: version first, then checksum, then strictly.
 func decodeRecord(b []byte, v any) error {
+	if err := checkSum(b); err != nil {
+		return err
+	}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(v); err != nil {
+		return fmt.Errorf("%w: %w", errCorrupt, err)
+	}
+	return nil
+}
+
+// checkSum tells whether a record is of a known version and as it was written.
+func checkSum(b []byte) error {
 	var head struct {
 		Version int `json:"version"`
 	}
@@ -414,22 +427,17 @@ func decodeRecord(b []byte, v any) error {
 	if want := fmt.Sprintf("  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])); string(b[i:]) != want {
 		return fmt.Errorf("%w: checksum does not match", errCorrupt)
 	}
-	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
-	if err := d.Decode(v); err != nil {
-		return fmt.Errorf("%w: %w", errCorrupt, err)
-	}
 	return nil
 }
 
-// writeRecord writes a record durably. What it replaces is kept as path+".prev", which serves a
-// restore asked for by name and is never read otherwise.
+// writeRecord writes a record durably. What it replaces, if it is whole, is kept as path+".prev", which
+// serves a restore asked for by name and is never read otherwise.
 func writeRecord(path string, v any) error {
 	b, err := encodeRecord(v)
 	if err != nil {
 		return fmt.Errorf("encoding %s: %w", path, err)
 	}
-	if _, err := os.Lstat(path); err == nil {
+	if old, err := os.ReadFile(path); err == nil && checkSum(old) == nil {
 		if err := boundary("keep", path); err != nil {
 			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
 		}
@@ -469,15 +477,15 @@ func syncFile(path string) error {
 
 // dataDir is DATA, opened by the one running server.
 type dataDir struct {
-	path  string
-	id    string // DATA/id
-	locks []*flock.Flock
+	path, quadlets string
+	id             string // DATA/id
+	locks          []*flock.Flock
 }
 
-// openData takes both locks, proves that the directory can be written, and removes what a killed
-// predecessor left half written. Nothing is read before the locks are held.
-func openData(path, quadlets string) (*dataDir, error) {
-	d := &dataDir{path: path}
+// lockData takes both locks: whoever has them alone may read and write the directory. Nothing is read
+// before they are held.
+func lockData(path, quadlets string) (*dataDir, error) {
+	d := &dataDir{path: path, quadlets: quadlets}
 	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)
@@ -492,54 +500,69 @@ func openData(path, quadlets string) (*dataDir, error) {
 			return nil, fmt.Errorf("locking %s: %w; the directory must be writable by the user that runs Toad", name, err)
 		} else if !ok {
 			d.close()
-			return nil, fmt.Errorf("locking %s: another toad holds it%s; stop that one first", name, holder(name))
+			return nil, fmt.Errorf("%w: %s is held%s; stop that one first", errLocked, name, holder(name))
 		}
 		d.locks = append(d.locks, l)
 	}
-	note := fmt.Sprintf("%d\n", os.Getpid())
+	host, _ := os.Hostname()
+	note := fmt.Sprintf("process %d on %s\n", os.Getpid(), host)
 	for _, l := range d.locks { // for a reader only: the lock is the flock, never the content
 		_ = os.WriteFile(l.Path(), []byte(note), 0o600)
 	}
-	if err := sweepTemporary(path); err != nil {
+	return d, nil
+}
+
+// openData opens the directory for the one server: it takes the locks, proves that the directory can be
+// written, and removes what a killed predecessor left half written.
+func openData(path, quadlets string) (*dataDir, error) {
+	d, err := lockData(path, quadlets)
+	if err != nil {
+		return nil, err
+	}
+	if err := d.open(); err != nil {
 		d.close()
 		return nil, err
 	}
+	return d, nil
+}
+
+func (d *dataDir) open() error {
+	if err := sweepTemporary(d.path); err != nil {
+		return err
+	}
 	for _, sub := range []string{"run", "services", "check"} {
-		if err := makeDir(filepath.Join(path, sub)); err != nil {
-			d.close()
-			return nil, err
+		if err := makeDir(filepath.Join(d.path, sub)); err != nil {
+			return err
 		}
 	}
-	idFile := filepath.Join(path, "id")
-	b, err := os.ReadFile(idFile)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		if entries, _ := os.ReadDir(filepath.Join(path, "services")); len(entries) > 0 {
-			d.close()
-			return nil, fmt.Errorf("reading %s: it is missing, and services are not: put it back from a backup", idFile)
+	err := d.readID()
+	if errors.Is(err, fs.ErrNotExist) {
+		if names, _ := d.services(); len(names) > 0 {
+			return fmt.Errorf("%w; it is missing, and services are not: put it back from a backup", err)
 		}
 		d.id = strings.ToLower(rand.Text())
-		if err := writeFile(idFile, []byte(d.id+"\n")); err != nil {
-			d.close()
-			return nil, err
-		}
-	case err != nil:
-		d.close()
-		return nil, fmt.Errorf("reading %s: %w", idFile, err)
-	default:
-		d.id = strings.TrimSpace(string(b))
-		if !regexp.MustCompile(`^[a-z2-7]{26}$`).MatchString(d.id) {
-			d.close()
-			return nil, fmt.Errorf("reading %s: %w: put it back from a backup", idFile, errCorrupt)
-		}
+		return writeFile(filepath.Join(d.path, "id"), []byte(d.id+"\n"))
 	}
-	return d, nil
+	return err
+}
+
+// readID reads DATA/id.
+func (d *dataDir) readID() error {
+	b, err := os.ReadFile(filepath.Join(d.path, "id"))
+	if err != nil {
+		return fmt.Errorf("reading the id: %w", err)
+	}
+	d.id = strings.TrimSpace(string(b))
+	if !dataID.MatchString(d.id) {
+		return fmt.Errorf("reading the id: %w: put it back from a backup", errCorrupt)
+	}
+	return nil
 }
 
 // holder says who noted itself in a lock file, for a message only.
 func holder(lock string) string {
 	if b, err := os.ReadFile(lock); err == nil && len(bytes.TrimSpace(b)) > 0 {
-		return fmt.Sprintf(" (process %s in its own container)", bytes.TrimSpace(b))
+		return fmt.Sprintf(" by %s", bytes.TrimSpace(b))
 	}
 	return ""
 }
@@ -689,6 +712,9 @@ func (d *dataDir) archive(service string, op *operation) error {
 	} else if err != nil {
 		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
 	}
+	if op.Key == "" {
+		return nil // told by the event log alone, after a restore
+	}
 	path = d.keyPath(service, op.Key)
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
 		return writeRecord(path, &keyFile{Version: recordVersion, Operation: op.ID, RequestHash: op.RequestHash,
@@ -804,6 +830,7 @@ var temporaryName = regexp.MustCompile(`^\..+[0-9]{6,}$`)
 var (
 	serviceID   = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
 	operationID = regexp.MustCompile(`^[0-9a-z]{26}$`)
+	dataID      = regexp.MustCompile(`^[a-z2-7]{26}$`)
 )
 
 const crockford = "0123456789abcdefghjkmnpqrstvwxyz"

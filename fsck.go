@@ -1,0 +1,878 @@
+// fsck.go proves that the records are what they should be, all of them in one pass, and puts one back
+// when it is asked for by name. What it puts back never undoes a generation, an accepted operation or a
+// promotion: a record of before is only told what is current, everything else comes from the evidence.
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/peterbourgon/ff/v3/ffcli"
+)
+
+// finding is one thing that is not as it should be.
+type finding struct {
+	File    string `json:"file"` // below the data directory
+	Service string `json:"service,omitempty"`
+	Problem string `json:"problem"`
+}
+
+type fsckRequest struct {
+	Restore string `json:"restore"` // a record to put back; "": check only
+}
+
+type wireFsck struct {
+	OK       bool      `json:"ok"`
+	Findings []finding `json:"findings"`
+	Restored string    `json:"restored,omitempty"` // what was put back, and from what
+}
+
+// fsck reads every record and changes nothing. lock is taken around each service, so that a running
+// server's commit is seen whole.
+func (d *dataDir) fsck(lock func(service string) (unlock func())) []finding {
+	var all []finding
+	if err := d.readID(); err != nil {
+		all = append(all, finding{File: "id", Problem: err.Error()})
+	}
+	own := filepath.Join(d.path, "events.jsonl")
+	if _, err := verifyEvents(own); err != nil {
+		all = append(all, finding{File: "events.jsonl", Problem: err.Error()})
+	}
+	entries, err := os.ReadDir(filepath.Join(d.path, "services"))
+	if err != nil {
+		all = append(all, finding{File: "services", Problem: err.Error()})
+	}
+	for _, e := range entries {
+		if !e.IsDir() || !serviceID.MatchString(e.Name()) {
+			all = append(all, finding{File: filepath.Join("services", e.Name()), Problem: "this is no service"})
+			continue
+		}
+		unlock := lock(e.Name())
+		all = append(all, d.fsckService(e.Name())...)
+		unlock()
+	}
+	return all
+}
+
+func (d *dataDir) fsckService(service string) []finding {
+	var all []finding
+	dir := d.serviceFile(service)
+	bad := func(path, format string, a ...any) {
+		rel, err := filepath.Rel(d.path, path)
+		if err != nil {
+			rel = path
+		}
+		// The path is said once, as the finding's own.
+		text := strings.ReplaceAll(fmt.Sprintf(format, a...), path, filepath.Base(path))
+		all = append(all, finding{File: rel, Service: service, Problem: text})
+	}
+	main := filepath.Join(dir, "service.json")
+	r := &record{}
+	err := readRecord(main, r)
+	if err == nil && r.Service != service {
+		err = fmt.Errorf("it is of service %q", r.Service)
+	}
+	if err == nil {
+		err = r.check()
+	}
+	if err != nil {
+		bad(main, "%v", err)
+		r = nil
+	}
+	head, err := verifyEvents(filepath.Join(dir, "events.jsonl"))
+	if err != nil {
+		bad(filepath.Join(dir, "events.jsonl"), "%v", err)
+	} else if r != nil {
+		want := r.EventHead
+		if n := len(r.Events); n > 0 {
+			want = eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
+		}
+		if head != want {
+			bad(filepath.Join(dir, "events.jsonl"), "it ends at cursor %d, service.json names %d", head.Cursor, want.Cursor)
+		}
+	}
+
+	// What the record refers to must be there and belong to it.
+	refer := func(what string, p *reference, image bool) {
+		path := filepath.Join(dir, "revisions", fmt.Sprint(p.Generation)+".json")
+		rev, err := d.revision(service, p.Generation)
+		switch {
+		case err != nil:
+			bad(path, "the %s revision: %v", what, err)
+		case rev.Image != p.Image || rev.Operation != p.Operation:
+			bad(path, "it is not the revision that service.json calls %s", what)
+		case image:
+			if _, err := checkLayout(filepath.Join(dir, "images"), p.digest()); err != nil {
+				bad(filepath.Join(dir, "images"), "the image of the %s revision: %v", what, err)
+			}
+		}
+	}
+	if r != nil {
+		if r.Current != nil {
+			refer("current", &r.Current.reference, true)
+		}
+		if r.Rollback != nil {
+			refer("retained", &r.Rollback.reference, true)
+		}
+		if op := r.active(); op != nil && op.State != preparing {
+			refer("candidate", &op.Candidate, true)
+		}
+		if r.Current != nil && r.Installed && r.active() == nil && r.Held == nil {
+			if rev, err := d.revision(service, r.Current.Generation); err == nil {
+				path := filepath.Join(d.quadlets, service, rev.Enrollment.Unit)
+				if b, err := os.ReadFile(path); err != nil || string(b) != string(rev.unit) {
+					bad(path, "the unit of the current revision is missing or differs from revisions/%d.container", r.Current.Generation)
+				}
+			}
+		}
+	}
+
+	_ = filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		if err != nil {
+			bad(path, "%v", err)
+			return nil
+		}
+		rel, _ := filepath.Rel(dir, path)
+		if e.IsDir() {
+			if rel == "images" {
+				return filepath.SkipDir // every blob that is referred to was hashed
+			}
+			return nil
+		}
+		name, ofPrev := strings.CutSuffix(e.Name(), ".prev")
+		sub := filepath.Dir(rel)
+		switch {
+		case temporaryName.MatchString(e.Name()), strings.Contains(e.Name(), ".damaged-"): // swept at the next start; kept for a person
+		case rel == "service.json", rel == "events.jsonl":
+		case sub == "." && name == "service.json":
+			if err := readRecord(path, &record{}); err != nil {
+				bad(path, "%v", err)
+			}
+		case sub == "revisions" && strings.HasSuffix(name, ".container"):
+			base := strings.TrimSuffix(path, ".container")
+			if _, err := os.Lstat(base + ".json"); err != nil && !ofPrev {
+				g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".container"), 10, 64)
+				if r == nil || r.active() == nil || r.active().Candidate.Generation != g {
+					bad(path, "there is no record beside it")
+				}
+			}
+		case sub == "revisions" && revisionFile.MatchString(name):
+			if ofPrev {
+				break
+			}
+			g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".json"), 10, 64)
+			if _, err := d.revision(service, g); err != nil {
+				bad(path, "%v", err)
+			}
+		case sub == "operations" && strings.HasSuffix(name, ".json"):
+			op, err := d.operation(service, strings.TrimSuffix(name, ".json"))
+			switch {
+			case err != nil:
+				bad(path, "%v", err)
+			case !op.State.terminal():
+				bad(path, "an archived operation is %s", op.State)
+			case op.Key != "":
+				if k, err := d.key(service, op.Key); err != nil || k.Operation != op.ID || k.State != op.State {
+					bad(d.keyPath(service, op.Key), "the key of operation %s does not name it", op.ID)
+				}
+			}
+		case sub == "operations" && (strings.HasSuffix(name, ".log") || strings.HasSuffix(name, ".output")):
+		case sub == "keys" && keyFileName.MatchString(name):
+			if err := readRecord(path, &keyFile{}); err != nil {
+				bad(path, "%v", err)
+			}
+		default:
+			bad(path, "unknown file")
+		}
+		return nil
+	})
+	return all
+}
+
+var (
+	revisionFile = regexp.MustCompile(`^[0-9]+\.json$`)
+	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
+)
+
+// verifyEvents follows the chain of a whole log and returns its end. A log that is not there is empty.
+func verifyEvents(path string) (eventHead, error) {
+	var head eventHead
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return head, nil
+	} else if err != nil {
+		return head, err
+	}
+	n := 0
+	for line := range strings.Lines(string(b)) {
+		n++
+		var e event
+		if !strings.HasSuffix(line, "\n") {
+			return head, fmt.Errorf("line %d is torn", n)
+		}
+		if err := json.Unmarshal([]byte(line), &e); err != nil {
+			return head, fmt.Errorf("line %d is no event: %w", n, err)
+		}
+		sealed := e
+		next := sealed.seal(head)
+		if again, _ := json.Marshal(sealed); sealed != e || string(again)+"\n" != line {
+			return head, fmt.Errorf("line %d (cursor %d) was changed, or lines before it are missing or out of order", n, e.Cursor)
+		}
+		head = next
+	}
+	return head, nil
+}
+
+// evidence is what everything but the record to be put back says of a service.
+type evidence struct {
+	highest  int64             // above every number found
+	promoted int64             // the highest generation that some record says was promoted
+	accepted map[string]string // operations that were accepted: id → image, where it is known
+	logged   []string          // operations that the event log says were promoted
+	head     eventHead         // the event log's end
+	logErr   error             // why the event log is not to be trusted
+}
+
+var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
+
+// gather reads everything of a service that can be read, a damaged service.json included.
+func (d *dataDir) gather(service string, running []container) evidence {
+	ev := evidence{accepted: map[string]string{}}
+	see := func(g int64) { ev.highest = max(ev.highest, g) }
+	dir := d.serviceFile(service)
+	for _, name := range []string{"service.json", "service.json.prev"} {
+		b, _ := os.ReadFile(filepath.Join(dir, name))
+		for _, m := range numbers.FindAllSubmatch(b, -1) {
+			g, _ := strconv.ParseInt(string(m[1]), 10, 64)
+			see(g)
+		}
+	}
+	generations := map[string]int64{} // by operation
+	revisions, _ := filepath.Glob(filepath.Join(dir, "revisions", "*"))
+	for _, p := range revisions {
+		stem, _, _ := strings.Cut(filepath.Base(p), ".")
+		if g, err := strconv.ParseInt(stem, 10, 64); err == nil {
+			see(g)
+			if rev, err := d.revision(service, g); err == nil {
+				generations[rev.Operation] = g
+				ev.accepted[rev.Operation] = rev.Image
+			}
+		}
+	}
+	ids, _ := d.operationIDs(service)
+	for _, id := range ids {
+		if op, err := d.operation(service, id); err == nil {
+			see(op.Candidate.Generation)
+			generations[id] = op.Candidate.Generation
+			if op.State == promoted {
+				ev.promoted = max(ev.promoted, op.Candidate.Generation)
+			}
+		}
+	}
+	log := filepath.Join(dir, "events.jsonl")
+	ev.head, ev.logErr = verifyEvents(log)
+	b, _ := os.ReadFile(log)
+	for line := range strings.Lines(string(b)) {
+		var e event
+		if json.Unmarshal([]byte(line), &e) != nil || !operationID.MatchString(e.Operation) {
+			continue
+		}
+		switch e.Type {
+		case "deploy":
+			if _, ok := ev.accepted[e.Operation]; !ok {
+				ev.accepted[e.Operation] = e.Detail
+			}
+		case "promote":
+			ev.logged = append(ev.logged, e.Operation)
+			ev.promoted = max(ev.promoted, generations[e.Operation])
+		}
+	}
+	units, _ := filepath.Glob(filepath.Join(d.quadlets, service, "*.container"))
+	for _, p := range units {
+		b, _ := os.ReadFile(p)
+		if m, ok := parseMarker(b); ok && m.DataID == d.id && m.Service == service {
+			see(m.Generation)
+			if len(installTargets(b)) > 0 { // the promoted form is written after the promotion only
+				ev.promoted = max(ev.promoted, m.Generation)
+			}
+		}
+	}
+	for _, c := range running {
+		if g, err := strconv.ParseInt(c.Labels["toad.generation"], 10, 64); err == nil && c.Labels["toad.service"] == service {
+			see(g)
+		}
+	}
+	return ev
+}
+
+// restoreService puts service.json back from a record of before. Its current and retained revisions are
+// taken, if nothing says that a later one was promoted; generation and next generation go above every
+// number found, so that every request made before is stale; every operation under way or only known
+// from the log ends interrupted; an instance that may still run as a candidate is held until it is gone.
+// The damaged file is kept beside it.
+func (d *dataDir) restoreService(service string, from *record, running []container, now time.Time) error {
+	if from.Service != service {
+		return fmt.Errorf("restoring %s: the record is of service %s", service, from.Service)
+	}
+	if err := from.check(); err != nil {
+		return fmt.Errorf("restoring %s: %w", service, err)
+	}
+	ev := d.gather(service, running)
+	var cur int64
+	curOp := ""
+	if from.Current != nil {
+		cur, curOp = from.Current.Generation, from.Current.Operation
+	}
+	if ev.promoted > cur {
+		return fmt.Errorf("restoring %s: refused: generation %d was promoted later than this record's %d", service, ev.promoted, cur)
+	}
+	for _, id := range ev.logged {
+		if id > curOp { // ids sort by time
+			return fmt.Errorf("restoring %s: refused: the event log says that operation %s was promoted later", service, id)
+		}
+	}
+	for _, p := range []*promotedRevision{from.Current, from.Rollback} {
+		if p == nil {
+			continue
+		}
+		if rev, err := d.revision(service, p.Generation); err != nil {
+			return fmt.Errorf("restoring %s: its revision %d: %w", service, p.Generation, err)
+		} else if rev.Image != p.Image {
+			return fmt.Errorf("restoring %s: revision %d is not the one it names", service, p.Generation)
+		}
+	}
+
+	r := from.clone()
+	highest := max(ev.highest, r.Generation, r.NextGeneration)
+	r.Generation, r.NextGeneration = highest+1, highest+2
+	r.Held, r.Installed = nil, false
+	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
+	end := func(op *operation) {
+		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
+		op.Timeline = append(op.Timeline, transition{hasFailed, now})
+	}
+	var maybe *reference // a candidate that may run
+	if op := r.active(); op != nil {
+		if op.State != preparing {
+			maybe = &op.Candidate
+		}
+		end(op)
+	}
+	for _, id := range slices.Sorted(func(yield func(string) bool) {
+		for id := range ev.accepted {
+			if !yield(id) {
+				return
+			}
+		}
+	}) {
+		if _, err := d.operation(service, id); err == nil || r.Operation != nil && id <= r.Operation.ID {
+			continue
+		}
+		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},
+			Timeline: []transition{{preparing, idTime(id).UTC()}}}
+		if g := d.generationOf(service, id); g > 0 {
+			op.Candidate.Generation = g
+			maybe = &reference{Generation: g, Image: op.Candidate.Image, Operation: id}
+		}
+		end(&op)
+		if err := d.archive(service, &op); err != nil {
+			return err
+		}
+	}
+	if maybe != nil {
+		if _, err := d.revision(service, maybe.Generation); err == nil {
+			r.Held = &held{Operation: maybe.Operation, Since: now, Revision: *maybe, Remains: []string{"not looked at since the record was put back"}}
+		}
+	}
+	stamp := now.UTC().Format("20060102T150405")
+	log := d.serviceFile(service, "events.jsonl")
+	if ev.logErr != nil {
+		if err := setAside(log, stamp); err != nil {
+			return err
+		}
+		ev.head = eventHead{}
+	}
+	e := event{At: now, Type: "restore", Service: service, Operation: curOp, Actor: "local", Detail: fmt.Sprintf("put back with current generation %d as generation %d", cur, r.Generation)}
+	r.EventHead = ev.head
+	e.seal(ev.head)
+	r.Events, r.UpdatedAt = []event{e}, now
+	if err := r.check(); err != nil {
+		return fmt.Errorf("restoring %s: %w", service, err)
+	}
+	main := d.serviceFile(service, "service.json")
+	if err := setAside(main, stamp); err != nil {
+		return err
+	}
+	return d.save(r)
+}
+
+// generationOf finds the generation of an operation by its revision; 0 if it got none.
+func (d *dataDir) generationOf(service, id string) int64 {
+	paths, _ := filepath.Glob(d.serviceFile(service, "revisions", "*.json"))
+	for _, p := range paths {
+		g, err := strconv.ParseInt(strings.TrimSuffix(filepath.Base(p), ".json"), 10, 64)
+		if rev, rerr := d.revision(service, g); err == nil && rerr == nil && rev.Operation == id {
+			return g
+		}
+	}
+	return 0
+}
+
+// setAside keeps a damaged file beside its successor, for a person.
+func setAside(path, stamp string) error {
+	if err := boundary("set-aside", path); err != nil {
+		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+	}
+	if err := os.Rename(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+// restoreNamed puts one record back from its last valid predecessor. Only service.json has one that a
+// restore can use; every other record is immutable and comes from a backup.
+func (d *dataDir) restoreNamed(name string, running func(service string) ([]container, error), now time.Time) (string, error) {
+	name = filepath.Clean(strings.TrimPrefix(name, d.path+string(filepath.Separator)))
+	parts := strings.Split(name, string(filepath.Separator))
+	if len(parts) != 3 || parts[0] != "services" || !serviceID.MatchString(parts[1]) || parts[2] != "service.json" {
+		return "", fmt.Errorf("restoring %s: only services/SERVICE/service.json is put back by name; other records come from a backup (toad restore)", name)
+	}
+	service := parts[1]
+	list, err := running(service)
+	if err != nil {
+		return "", fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
+	}
+	if r := (&record{}); readRecord(d.serviceFile(service, "service.json"), r) == nil && r.check() == nil {
+		if _, err := d.openEventsCheck(r); err == nil {
+			return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
+		}
+		// The record is whole and the event log is not: the record itself says what is current.
+		return name + " kept, its event log begun anew", d.restoreService(service, r, list, now)
+	}
+	from := &record{}
+	if err := readRecord(d.serviceFile(service, "service.json.prev"), from); err != nil {
+		return "", fmt.Errorf("restoring %s: its predecessor: %w; put it back from a backup (toad restore)", name, err)
+	}
+	return name + " from service.json.prev", d.restoreService(service, from, list, now)
+}
+
+// openEventsCheck tells whether the log ends where the record says, without changing it.
+func (d *dataDir) openEventsCheck(r *record) (eventHead, error) {
+	head, err := verifyEvents(d.serviceFile(r.Service, "events.jsonl"))
+	if err != nil {
+		return head, err
+	}
+	if head == r.EventHead {
+		return head, nil
+	}
+	for _, e := range r.Events {
+		if head == (eventHead{e.Cursor, e.Hash}) {
+			return head, nil
+		}
+	}
+	return head, errCorrupt
+}
+
+// backupEnd is the last member of a backup: without it the backup is not whole.
+const backupEnd = "toad-backup-complete"
+
+// backup writes every record, and the images of current and retained revisions, as a tar. lock is taken
+// around what changes; the rest is immutable.
+func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()), now time.Time) error {
+	tw := tar.NewWriter(w)
+	add := func(rel string, data []byte) error {
+		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: int64(len(data)), ModTime: now, Format: tar.FormatPAX}); err != nil {
+			return err
+		}
+		_, err := tw.Write(data)
+		return err
+	}
+	addFile := func(rel string) error {
+		f, err := os.Open(filepath.Join(d.path, rel))
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		st, err := f.Stat()
+		if err != nil {
+			return err
+		}
+		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: st.Size(), ModTime: now, Format: tar.FormatPAX}); err != nil {
+			return err
+		}
+		_, err = io.CopyN(tw, f, st.Size())
+		return err
+	}
+	if err := addFile("id"); err != nil {
+		return fmt.Errorf("backing up: %w", err)
+	}
+	names, err := d.services()
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		unlock := lock(name)
+		main, err := os.ReadFile(d.serviceFile(name, "service.json"))
+		var events []byte
+		if err == nil {
+			events, err = os.ReadFile(d.serviceFile(name, "events.jsonl"))
+		}
+		unlock()
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // nothing was accepted yet
+		} else if err != nil {
+			return fmt.Errorf("backing up %s: %w", name, err)
+		}
+		if err := decodeRecord(main, &record{}); err != nil {
+			return fmt.Errorf("backing up %s: %w; mend it first (toad fsck)", name, err)
+		}
+		if err := errors.Join(add(filepath.Join("services", name, "service.json"), main), add(filepath.Join("services", name, "events.jsonl"), events)); err != nil {
+			return fmt.Errorf("backing up %s: %w", name, err)
+		}
+		for _, sub := range []string{"revisions", "operations", "keys", "images"} {
+			err := filepath.WalkDir(d.serviceFile(name, sub), func(path string, e fs.DirEntry, err error) error {
+				if errors.Is(err, fs.ErrNotExist) {
+					return nil
+				} else if err != nil || e.IsDir() || temporaryName.MatchString(e.Name()) {
+					return err
+				}
+				rel, _ := filepath.Rel(d.path, path)
+				return addFile(rel)
+			})
+			if err != nil {
+				return fmt.Errorf("backing up %s: %w; begin again", name, err)
+			}
+		}
+	}
+	if err := add(backupEnd, nil); err != nil {
+		return fmt.Errorf("backing up: %w", err)
+	}
+	return tw.Close()
+}
+
+// restoreBackup reads a backup and puts back what is missing or damaged. A service whose record is whole
+// is left alone. The caller holds both locks and no server runs.
+func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]container, error), now time.Time) (done []string, err error) {
+	tmp := filepath.Join(d.path, "restore")
+	if err := errors.Join(os.RemoveAll(tmp), makeDir(filepath.Join(tmp, "services"))); err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(tmp)
+	whole := false
+	for tr := tar.NewReader(r); ; {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return nil, fmt.Errorf("reading the backup: %w", err)
+		}
+		if h.Name == backupEnd {
+			whole = true
+			break
+		}
+		if !filepath.IsLocal(h.Name) || h.Typeflag != tar.TypeReg || h.Name != "id" && !strings.HasPrefix(h.Name, "services/") {
+			return nil, fmt.Errorf("reading the backup: %q does not belong into one", h.Name)
+		}
+		path := filepath.Join(tmp, h.Name)
+		if err := makeDir(filepath.Dir(path)); err != nil {
+			return nil, err
+		}
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		if err == nil {
+			if _, err = io.Copy(f, tr); err == nil {
+				err = f.Sync()
+			}
+			err = errors.Join(err, f.Close())
+		}
+		if err != nil {
+			return nil, fmt.Errorf("reading the backup: %w", err)
+		}
+	}
+	if !whole {
+		return nil, errors.New("reading the backup: it is cut off; nothing was changed")
+	}
+	b := &dataDir{path: tmp, quadlets: d.quadlets}
+	if err := b.readID(); err != nil {
+		return nil, fmt.Errorf("reading the backup: %w", err)
+	}
+	switch err := d.readID(); {
+	case errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt):
+		d.id = b.id
+		if err := writeFile(filepath.Join(d.path, "id"), []byte(d.id+"\n")); err != nil {
+			return nil, err
+		}
+		done = append(done, "id")
+	case err != nil:
+		return nil, err
+	case d.id != b.id:
+		return nil, errors.New("restoring: the backup is of another Toad (its id differs); nothing was changed")
+	}
+	names, err := b.services()
+	if err != nil {
+		return done, err
+	}
+	for _, name := range names {
+		cur := &record{}
+		if readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil {
+			done = append(done, name+": left alone, its record is whole")
+			continue
+		}
+		from := &record{}
+		if err := readRecord(b.serviceFile(name, "service.json"), from); err != nil {
+			return done, fmt.Errorf("restoring %s: the backup's record: %w", name, err)
+		}
+		// What is immutable is added where it is missing; a log that goes on is never cut.
+		err := filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
+			if err != nil || e.IsDir() {
+				return err
+			}
+			rel, _ := filepath.Rel(tmp, path)
+			to := filepath.Join(d.path, rel)
+			if _, err := os.Lstat(to); err == nil || filepath.Base(rel) == "service.json" {
+				return nil
+			}
+			if err := makeDir(filepath.Dir(to)); err != nil {
+				return err
+			}
+			if err := os.Rename(path, to); err != nil {
+				return err
+			}
+			return syncDir(filepath.Dir(to))
+		})
+		if err != nil {
+			return done, fmt.Errorf("restoring %s: %w", name, err)
+		}
+		list, err := running(name)
+		if err != nil {
+			return done, fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
+		}
+		if err := d.restoreService(name, from, list, now); err != nil {
+			return done, err
+		}
+		done = append(done, name+": put back")
+	}
+	return done, nil
+}
+
+// runningAs lists the containers of a service for evidence; a Podman that does not answer is an error,
+// because what runs must be known.
+func runningAs(ctx context.Context, c containers, service string) ([]container, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	return c.Containers(ctx, service, service+".service", service)
+}
+
+// lockService keeps a service's record as it is while it is read.
+func (d *daemon) lockService(name string) (unlock func()) {
+	d.mu.Lock()
+	s := d.services[name]
+	d.mu.Unlock()
+	if s == nil {
+		return func() {}
+	}
+	s.mu.Lock()
+	return s.mu.Unlock
+}
+
+// postFsck checks every record, and puts one back if it is named.
+func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
+	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if err != nil {
+		return invalid("", "the body could not be read")
+	}
+	var req fsckRequest
+	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {
+		r.Body = io.NopCloser(bytes.NewReader(b))
+		if err := decode(r, &req, "restore"); err != nil {
+			return err
+		}
+	}
+	answer := wireFsck{}
+	if req.Restore != "" {
+		answer.Restored, err = func() (string, error) {
+			parts := strings.Split(filepath.Clean(req.Restore), string(filepath.Separator))
+			if n := len(parts); n >= 2 {
+				defer d.lockService(parts[n-2])()
+			}
+			return d.data.restoreNamed(req.Restore, func(service string) ([]container, error) {
+				return runningAs(r.Context(), d.host.containers, service)
+			}, d.host.wall().UTC().Truncate(time.Millisecond))
+		}()
+		if err != nil {
+			e := invalid("restore", "%v", err) // this socket is local: it may name files
+			e.err = err
+			return e
+		}
+		d.log.Warn("a record was put back", "restored", answer.Restored)
+		for _, s := range d.all() {
+			s.poke()
+		}
+	}
+	answer.Findings = append([]finding{}, d.data.fsck(d.lockService)...)
+	answer.OK = len(answer.Findings) == 0
+	return writeJSON(w, http.StatusOK, answer)
+}
+
+func (d *daemon) getBackup(w http.ResponseWriter, r *http.Request) error {
+	w.Header().Set("Content-Type", "application/x-tar")
+	w.Header().Set("Cache-Control", "no-store")
+	if err := d.data.backup(w, d.lockService, d.host.wall().UTC()); err != nil {
+		d.log.Error("backing up", "err", err)
+		panic(http.ErrAbortHandler) // the answer is cut off, and without its last member no backup
+	}
+	return nil
+}
+
+// dataFlags are what a command needs that works on the directory itself because no server runs.
+type dataFlags struct{ data, quadlets, podman string }
+
+func (f *dataFlags) command(name string) *ffcli.Command {
+	fs := newFlags(name)
+	fs.StringVar(&f.data, "data", "/data", "`directory` of the records, if no server runs")
+	fs.StringVar(&f.quadlets, "quadlets", "/quadlet", "`directory` of the units, if no server runs")
+	fs.StringVar(&f.podman, "podman", "unix:///run/toad/podman/podman.sock", "`URL` of Podman's API, if no server runs")
+	return &ffcli.Command{Name: name, FlagSet: fs, Options: envFlags()}
+}
+
+// alone opens the directory for one command, with both locks.
+func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error), error) {
+	d, err := lockData(f.data, f.quadlets)
+	if err != nil {
+		return nil, nil, err
+	}
+	p := newPodman(f.podman)
+	return d, func(service string) ([]container, error) { return runningAs(context.Background(), p, service) }, nil
+}
+
+func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("fsck")
+	c := newClient(cmd.FlagSet, stdout, stderr)
+	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
+	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
+	cmd.ShortHelp = "check every record; changes nothing without --restore"
+	cmd.Exec = func(ctx context.Context, args []string) error {
+		if err := wantArgs("fsck", args); err != nil {
+			return err
+		}
+		var answer wireFsck
+		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, time.Minute*10)
+		switch {
+		case err == nil:
+			if err := decodeAnswer(raw, &answer); err != nil {
+				return c.explain(err, "fsck", "")
+			}
+		case c.reached.Load() || !errors.As(err, new(lostError)):
+			return c.explain(err, "fsck", "")
+		default: // no server: do it here, under both locks
+			d, running, err := f.alone()
+			if err != nil {
+				return err
+			}
+			defer d.close()
+			if *restore != "" {
+				if err := d.readID(); err != nil {
+					return err
+				}
+				if answer.Restored, err = d.restoreNamed(*restore, running, time.Now().UTC().Truncate(time.Millisecond)); err != nil {
+					return err
+				}
+			}
+			answer.Findings = append([]finding{}, d.fsck(func(string) func() { return func() {} })...)
+			answer.OK = len(answer.Findings) == 0
+			if raw, err = json.Marshal(answer); err != nil {
+				return err
+			}
+		}
+		switch {
+		case c.json:
+			c.document(raw)
+		default:
+			if answer.Restored != "" {
+				printLine(stdout, "restored %s", answer.Restored)
+			}
+			for _, p := range answer.Findings {
+				printLine(stdout, "%s: %s", p.File, p.Problem)
+			}
+			if answer.OK {
+				printLine(stdout, "every record is whole")
+			}
+		}
+		if !answer.OK {
+			return &commandError{status: exitRefused}
+		}
+		return nil
+	}
+	return cmd
+}
+
+func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("backup")
+	c := newClient(cmd.FlagSet, stdout, stderr)
+	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
+	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
+	cmd.Exec = func(ctx context.Context, args []string) error {
+		if err := wantArgs("backup", args); err != nil {
+			return err
+		}
+		if isTerminal(stdout) {
+			return usageError("backup: standard output is a terminal", "toad backup > FILE")
+		}
+		resp, err := c.open(ctx, http.MethodGet, "/v1/backup", nil)
+		if err == nil {
+			defer resp.Body.Close()
+			if _, err := io.Copy(stdout, resp.Body); err != nil {
+				return &commandError{status: exitRefused, text: "backup: cut off: " + err.Error(), hint: "see the journal of toad; what was written is no backup"}
+			}
+			return nil
+		}
+		if c.reached.Load() || !errors.As(err, new(lostError)) {
+			return c.explain(err, "backup", "")
+		}
+		d, _, err := f.alone()
+		if err != nil {
+			return err
+		}
+		defer d.close()
+		return d.backup(stdout, func(string) func() { return func() {} }, time.Now().UTC())
+	}
+	return cmd
+}
+
+func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("restore")
+	cmd.ShortUsage = "toad restore [FLAGS] < FILE"
+	cmd.ShortHelp = "put back from a backup what is missing or damaged; no server may run"
+	cmd.Exec = func(_ context.Context, args []string) error {
+		if err := wantArgs("restore", args); err != nil {
+			return err
+		}
+		d, running, err := f.alone()
+		if err != nil {
+			return err
+		}
+		defer d.close()
+		done, err := d.restoreBackup(stdin, running, time.Now().UTC().Truncate(time.Millisecond))
+		for _, line := range done {
+			printLine(stdout, "%s", line)
+		}
+		return err
+	}
+	return cmd
+}

@@ -1,0 +1,385 @@
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+func noLock(string) func() { return func() {} }
+
+func (w *world) findings() []finding { return w.data.fsck(noLock) }
+
+func (w *world) runningNow(service string) ([]container, error) {
+	return w.h.Containers(w.t.Context(), service, service+".service", service)
+}
+
+// settled is a world with two promoted revisions and nothing under way.
+func settled(t *testing.T, w *world) {
+	w.promote("v1")
+	w.promote("v2")
+	w.until("archived", func(r *record) bool {
+		_, err := w.data.operation(w.en.Service, r.Operation.ID)
+		return err == nil
+	})
+}
+
+func TestFsckFindsNothingInWholeRecords(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		op := w.await(w.submit(w.push("bad", app{readyAfter: -1})).ID)
+		w.expect(op, rolledBack, "startup_deadline")
+		time.Sleep(time.Minute)
+		if f := w.findings(); len(f) > 0 {
+			t.Errorf("findings: %+v", f)
+		}
+	})
+}
+
+// Every kind of damage closes the service for admission or is at least reported; the workload runs on,
+// and nothing but that is changed.
+func TestDamagedRecords(t *testing.T) {
+	flip := func(b []byte) []byte {
+		b = bytes.Clone(b)
+		b[len(b)/2] ^= 1
+		return b
+	}
+	resealed := func(change func(m map[string]any)) func(b []byte) []byte {
+		return func(b []byte) []byte {
+			r := &record{}
+			if err := json.Unmarshal(b, r); err != nil {
+				panic(err)
+			}
+			var m map[string]any
+			_ = json.Unmarshal(b, &m)
+			change(m)
+			b, _ = json.Marshal(m)
+			_ = json.Unmarshal(b, r)
+			out, _ := encodeRecord(r)
+			return out
+		}
+	}
+	for name, tt := range map[string]struct {
+		file   string
+		damage func(b []byte) []byte // nil: remove
+		closed bool
+		says   string
+	}{
+		"empty":              {"service.json", func([]byte) []byte { return nil }, true, "unexpected end"},
+		"torn":               {"service.json", func(b []byte) []byte { return b[:len(b)-100] }, true, "unexpected end"},
+		"bit flipped":        {"service.json", flip, true, ""},
+		"missing":            {"service.json", nil, true, "no such file"},
+		"newer version":      {"service.json", func(b []byte) []byte { return bytes.Replace(b, []byte(`"version": 1`), []byte(`"version": 2`), 1) }, true, "newer"},
+		"unknown field":      {"service.json", unknownField, true, "unknown field"},
+		"contradicting":      {"service.json", resealed(func(m map[string]any) { m["generation"] = 1 }), true, "current revision has generation"},
+		"events gone":        {"events.jsonl", nil, true, "service.json names"},
+		"events cut":         {"events.jsonl", func(b []byte) []byte { return b[:bytes.LastIndexByte(b[:len(b)-1], '\n')+1] }, true, "service.json names"},
+		"events changed":     {"events.jsonl", func(b []byte) []byte { return bytes.Replace(b, []byte("promote"), []byte("xromote"), 1) }, false, "was changed"},
+		"events: line gone":  {"events.jsonl", func(b []byte) []byte { return b[bytes.IndexByte(b, '\n')+1:] }, false, "was changed, or lines before it"},
+		"revision damaged":   {"revisions/2.json", flip, true, ""},
+		"revision gone":      {"revisions/1.json", nil, false, "the retained revision"},
+		"unit damaged":       {"revisions/2.container", flip, true, "do not belong together"},
+		"archive damaged":    {"operations/ID.json", flip, false, ""},
+		"key damaged":        {"keys/KEY.json", flip, false, ""},
+		"predecessor broken": {"service.json.prev", flip, false, ""},
+		"somebody's file":    {"notes.txt", func([]byte) []byte { return []byte("mine") }, false, "unknown file"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				settled(t, w)
+				op := w.s.op()
+				images := w.h.running("hello")
+				w.stop()
+				file := strings.NewReplacer("ID", op.ID, "KEY", strings.TrimSuffix(filepath.Base(w.data.keyPath("hello", op.Key)), ".json")).Replace(tt.file)
+				path := w.data.serviceFile("hello", file)
+				b, _ := os.ReadFile(path)
+				if tt.damage == nil {
+					must(t, os.Remove(path))
+				} else {
+					must(t, os.WriteFile(path, tt.damage(b), 0o600))
+				}
+				before := snapshot(t, w.dir)
+				found := w.findings()
+				if !slices.ContainsFunc(found, func(f finding) bool {
+					return strings.HasPrefix(f.File, "services/hello/"+strings.TrimSuffix(file, ".container")) && f.Service == "hello" && strings.Contains(f.Problem, tt.says)
+				}) {
+					t.Errorf("findings: %+v", found)
+				}
+				if after := snapshot(t, w.dir); after != before {
+					t.Error("fsck changed something")
+				}
+				w.start()
+				time.Sleep(time.Second)
+				_, _, err := w.s.submit(submission{kind: "deploy", image: images[0], key: "new", hash: "h", actor: "local", expected: 2})
+				var e *apiError
+				if closed := errors.As(err, &e) && e.Code == "state_unavailable"; closed != tt.closed {
+					t.Errorf("closed for admission: %v (%v), want %v", closed, err, tt.closed)
+				}
+				if tt.closed {
+					w.expectRuns(images...)
+					if strings.Contains(e.Detail, w.dir) {
+						t.Errorf("the answer names a file: %s", e.Detail)
+					}
+					if v := w.s.view(true); !strings.Contains(v.Problem, filepath.Base(w.dir)) {
+						t.Errorf("the local view does not say why: %q", v.Problem)
+					}
+				}
+			})
+		})
+	}
+}
+
+func unknownField(b []byte) []byte {
+	s := strings.Replace(string(b), `"service": "hello",`, `"service": "hello",`+"\n  \"novel\": true,", 1)
+	i := strings.LastIndex(s, `  "sha256"`)
+	return []byte(s[:i] + `  "sha256": "` + strings.TrimPrefix(sha([]byte(s[:i])), "sha256:") + "\"\n}\n")
+}
+
+// snapshot is the content of every file below a directory.
+func snapshot(t *testing.T, dir string) string {
+	var s strings.Builder
+	must(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		s.WriteString(path + " " + sha(b) + "\n")
+		return err
+	}))
+	return s.String()
+}
+
+func TestRestoreFromThePredecessor(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		current := w.s.rec.Load().Current.Image
+		stale := w.request(current, "before")
+		w.stop()
+		main := w.data.serviceFile("hello", "service.json")
+		must(t, os.WriteFile(main, []byte("garbage"), 0o600))
+		w.start()
+		w.until2("closed", func() bool { return w.s.usable() != nil })
+		what, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+		must(t, err)
+		if !strings.Contains(what, ".prev") {
+			t.Errorf("restored %s", what)
+		}
+		w.last = nil // the record's history begins anew here
+		w.s.poke()
+		w.until2("open", func() bool { return w.s.usable() == nil })
+		r := w.s.rec.Load()
+		if r.Current.Image != current || r.Generation <= 2 || r.NextGeneration <= r.Generation {
+			t.Errorf("record %+v", r)
+		}
+		var e *apiError
+		if _, _, err := w.s.submit(stale); !errors.As(err, &e) || e.Code != "stale_generation" {
+			t.Errorf("a request of before: %v", err)
+		}
+		w.until("installed", func(r *record) bool { return r.Installed })
+		w.expectRuns(current)
+		if f := w.findings(); len(f) > 0 {
+			t.Errorf("findings %+v", f)
+		}
+		if damaged, _ := filepath.Glob(main + ".damaged-*"); len(damaged) != 1 {
+			t.Errorf("the damaged file was not kept: %v", damaged)
+		}
+		if _, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now()); err == nil {
+			t.Error("a whole record was put back")
+		}
+		w.expect(w.await(w.submit(w.push("v3", app{})).ID), promoted, "")
+	})
+}
+
+// until2 waits for something that is no record's.
+func (w *world) until2(what string, ok func() bool) {
+	w.t.Helper()
+	for end := time.Now().Add(time.Hour); !ok(); time.Sleep(100 * time.Millisecond) {
+		if time.Now().After(end) {
+			w.t.Fatalf("not within an hour: %s", what)
+		}
+	}
+}
+
+// An operation was under way when the record was lost: it ends interrupted, its candidate is proven gone,
+// and the current revision runs again.
+func TestRestoreWithAnOperationUnderWay(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		current := w.s.rec.Load().Current.Image
+		op := w.submit(w.push("v3", app{readyAfter: -1}))
+		w.awaitState(op.ID, inProbation)
+		time.Sleep(5 * time.Second)
+		w.stop()
+		must(t, os.WriteFile(w.data.serviceFile("hello", "service.json"), nil, 0o600))
+		w.start()
+		time.Sleep(time.Second)
+		_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+		must(t, err)
+		w.last = nil
+		w.s.poke()
+		w.until2("open and not held", func() bool { return w.s.usable() == nil && w.s.rec.Load().Held == nil })
+		time.Sleep(5 * time.Second)
+		w.expectRuns(current)
+		got, err := w.data.operation("hello", op.ID)
+		if r := w.s.rec.Load(); errors.Is(err, errNotFound) && r.Operation.ID == op.ID {
+			got = r.Operation
+		}
+		if got == nil || got.State != hasFailed || got.Failure.Code != "interrupted" {
+			t.Errorf("the operation is %+v", got)
+		}
+		w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
+	})
+}
+
+// What the evidence contradicts is refused.
+func TestRestoreRefusesWhatWasPromotedLater(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		old, err := os.ReadFile(w.data.serviceFile("hello", "service.json"))
+		must(t, err)
+		w.promote("v2")
+		w.stop()
+		must(t, os.WriteFile(w.data.serviceFile("hello", "service.json.prev"), old, 0o600))
+		must(t, os.WriteFile(w.data.serviceFile("hello", "service.json"), nil, 0o600))
+		_, err = w.data.restoreNamed("services/hello/service.json", w.runningNow, time.Now())
+		if err == nil || !strings.Contains(err.Error(), "promoted later") {
+			t.Errorf("restored: %v", err)
+		}
+		if b, _ := os.ReadFile(w.data.serviceFile("hello", "service.json")); len(b) > 0 {
+			t.Error("something was changed")
+		}
+		w.start()
+	})
+}
+
+func TestRestoreWithADamagedEventLog(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		w.stop()
+		log := w.data.serviceFile("hello", "events.jsonl")
+		must(t, os.WriteFile(log, []byte("garbage\n"), 0o600))
+		_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, time.Now())
+		must(t, err)
+		w.last = nil
+		w.start()
+		w.until2("open", func() bool { return w.s.usable() == nil })
+		w.expect(w.await(w.submit(w.push("v3", app{})).ID), promoted, "")
+		if f := w.findings(); len(f) > 0 {
+			t.Errorf("findings %+v", f)
+		}
+	})
+}
+
+func TestBackupAndRestore(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		current := w.s.rec.Load().Current.Image
+		var b bytes.Buffer
+		must(t, w.data.backup(&b, noLock, time.Now()))
+		w.stop()
+
+		// Cut off: nothing is changed.
+		if _, err := w.data.restoreBackup(bytes.NewReader(b.Bytes()[:b.Len()/2]), w.runningNow, time.Now()); err == nil {
+			t.Error("half a backup was restored")
+		}
+		// Onto whole records: left alone.
+		done, err := w.data.restoreBackup(bytes.NewReader(b.Bytes()), w.runningNow, time.Now())
+		must(t, err)
+		if len(done) != 1 || !strings.Contains(done[0], "left alone") {
+			t.Errorf("done %v", done)
+		}
+		// Onto an empty directory: everything, and the registry is not needed.
+		must(t, os.RemoveAll(w.dir))
+		must(t, os.Mkdir(w.dir, 0o700))
+		d, err := lockData(w.dir, w.h.quadlets)
+		must(t, err)
+		done, err = d.restoreBackup(bytes.NewReader(b.Bytes()), w.runningNow, time.Now())
+		d.close()
+		must(t, err)
+		if !slices.Contains(done, "hello: put back") {
+			t.Errorf("done %v", done)
+		}
+		w.last = nil
+		w.set(func() { w.h.registryDown = true })
+		w.start()
+		w.until("installed", func(r *record) bool { return r.Installed })
+		w.expectRuns(current)
+		if f := w.findings(); len(f) > 0 {
+			t.Errorf("findings %+v", f)
+		}
+		req := submission{kind: "rollback", key: "r", hash: "h", actor: "local", expected: w.s.rec.Load().Generation}
+		op, _, err := w.s.submit(req)
+		must(t, err)
+		w.expect(w.await(op.ID), promoted, "")
+	})
+}
+
+func TestRestoreRefusesWhatIsNoBackup(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		var other bytes.Buffer
+		tw := tar.NewWriter(&other)
+		for name, text := range map[string]string{"id": strings.Repeat("a", 26) + "\n"} {
+			must(t, tw.WriteHeader(&tar.Header{Name: name, Size: int64(len(text)), Mode: 0o600}))
+			_, _ = io.WriteString(tw, text)
+		}
+		must(t, tw.WriteHeader(&tar.Header{Name: backupEnd, Mode: 0o600}))
+		must(t, tw.Close())
+		var outside bytes.Buffer
+		tw = tar.NewWriter(&outside)
+		must(t, tw.WriteHeader(&tar.Header{Name: "../evil", Mode: 0o600}))
+		must(t, tw.Close())
+		for name, b := range map[string][]byte{"of another Toad": other.Bytes(), "leads outside": outside.Bytes(), "no tar": []byte("hello"), "empty": nil} {
+			if _, err := w.data.restoreBackup(bytes.NewReader(b), w.runningNow, time.Now()); err == nil {
+				t.Errorf("%s was restored", name)
+			}
+		}
+	})
+}
+
+func TestOneWriter(t *testing.T) { // E9
+	quadlets := t.TempDir()
+	a := t.TempDir()
+	d, err := openData(a, quadlets)
+	must(t, err)
+	defer d.close()
+	if _, err := openData(a, t.TempDir()); !errors.Is(err, errLocked) || !strings.Contains(err.Error(), a) || !strings.Contains(err.Error(), "process") {
+		t.Errorf("a second one on the data directory: %v", err)
+	}
+	if _, err := openData(t.TempDir(), quadlets); !errors.Is(err, errLocked) || !strings.Contains(err.Error(), quadlets) {
+		t.Errorf("a second one on the Quadlet directory: %v", err)
+	}
+}
+
+func TestDataDirectoryIsRefusedWithWhatToDo(t *testing.T) {
+	missing := filepath.Join(t.TempDir(), "missing")
+	if _, err := openData(missing, t.TempDir()); err == nil || !strings.Contains(err.Error(), "make it") {
+		t.Errorf("missing: %v", err)
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(file, nil, 0o600))
+	if _, err := openData(file, t.TempDir()); err == nil || !strings.Contains(err.Error(), "not a directory") {
+		t.Errorf("a file: %v", err)
+	}
+	dir, quadlets := t.TempDir(), t.TempDir()
+	d, err := openData(dir, quadlets)
+	must(t, err)
+	must(t, makeDir(d.serviceFile("hello")))
+	d.close()
+	must(t, os.Remove(filepath.Join(dir, "id")))
+	if _, err := openData(dir, quadlets); err == nil || !strings.Contains(err.Error(), "backup") {
+		t.Errorf("the id is gone and services are there: %v", err)
+	}
+	must(t, os.WriteFile(filepath.Join(dir, "id"), []byte("torn"), 0o600))
+	if _, err := openData(dir, quadlets); !errors.Is(err, errCorrupt) {
+		t.Errorf("a torn id: %v", err)
+	}
+}
