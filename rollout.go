@@ -458,8 +458,11 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 		}
 	}
 	if s.op().Step == "" {
-		if s.op().RollbackRequested {
-			return failed("requested", nil, s.op().RollbackBy)
+		if err := s.ended(rev, "it was not started yet"); err != nil {
+			return err
+		}
+		if s.left(s.op().StopDeadline) <= 0 {
+			return failed("interrupted", nil, "the stop deadline passed before the stop was asked for")
 		}
 		if err := s.recordContainers(ctx, rev, stepStop); err != nil {
 			return err

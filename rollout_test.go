@@ -76,8 +76,8 @@ func newWorldOn(t *testing.T, h *fakeHost, service string) *world {
 func inWorld(t *testing.T, f func(t *testing.T, w *world)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
+		defer func() { w.stop() }()
 		f(t, w)
-		w.stop()
 	})
 }
 

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 )
 
@@ -222,6 +223,9 @@ func (s *service) commit(change func(r *record) error, events ...event) error {
 func (s *service) commitLocked(change func(r *record) error, events ...event) error {
 	now := s.now()
 	old := s.rec.Load()
+	if err := s.tellEvents(old); err != nil { // what the last commit made known, if that failed then
+		return err
+	}
 	r := old.clone()
 	if err := change(r); err != nil {
 		return err
@@ -259,10 +263,7 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) er
 		return err
 	}
 	s.rec.Store(r)
-	err := s.ev.append(r.Events)
-	if errors.Is(err, errStorage) && s.data.giveReserve() {
-		err = s.ev.append(r.Events)
-	}
+	err := s.tellEvents(r)
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
@@ -270,6 +271,19 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) er
 		s.live.Unlock()
 	}
 	s.notify()
+	return err
+}
+
+// tellEvents appends what the log lacks of a record's events, on a full disk with the reserve's help.
+func (s *service) tellEvents(r *record) error {
+	i := 0
+	for i < len(r.Events) && r.Events[i].Cursor <= s.ev.head.Cursor {
+		i++
+	}
+	err := s.ev.append(r.Events[i:])
+	if errors.Is(err, syscall.ENOSPC) && s.data.giveReserve() {
+		err = s.ev.append(r.Events[i:])
+	}
 	return err
 }
 
