@@ -560,7 +560,7 @@ func (s *service) tookStart(ctx context.Context, rev *revision) (bool, error) {
 	if boot != s.op().Boot {
 		return false, nil
 	}
-	return s.startedSince(ctx, rev, *s.op().StartedAt)
+	return s.startedSince(ctx, rev, s.op().Restarts.Before, *s.op().StartedAt)
 }
 
 // probation watches the candidate to the promotion (nil), or to the reason for a rollback.
