@@ -360,6 +360,8 @@ func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, 
 		if err := s.data.saveRevision(rev); err != nil {
 			return nil, info, err
 		}
+	} else if err := s.data.syncRevision(rev); err != nil {
+		return nil, info, err
 	}
 	if err := s.owns(ctx, rev); err != nil {
 		return nil, info, err

@@ -30,6 +30,9 @@ func (s *service) watch(ctx context.Context) error {
 	var known identity // whose address is asked without asking Podman again
 	alerted := false
 	for {
+		if err := s.stale(); err != nil {
+			return err
+		}
 		if r := s.rec.Load(); r.active() != nil || r.Held != nil {
 			return nil
 		}
