@@ -45,6 +45,7 @@ type fakeHost struct {
 	kernelBoot string
 	wallOffset time.Duration
 	serial     int
+	taken      int // starts by hand that systemd took
 
 	registryDown bool
 	podmanHangs  bool
@@ -344,6 +345,7 @@ func (h *fakeHost) start(name string) error {
 	}
 	u.nrestarts = 0
 	u.job = uint32(h.next())
+	h.taken++
 	h.run(u)
 	return nil
 }

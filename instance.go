@@ -435,17 +435,15 @@ func (s *service) misread(st unitStatus, rev *revision) string {
 	return ""
 }
 
-// startedSince tells whether the unit was started as this revision since then: it runs, it is about to,
-// it has failed, or Podman remembers a start.
-func (s *service) startedSince(ctx context.Context, rev *revision, since time.Time) (bool, error) {
+// startedSince tells whether the unit was started since then: a job is queued, its invocation is not the
+// one of before, or Podman remembers a start. Its state tells nothing: the instance that was stopped
+// before may have ended as failed.
+func (s *service) startedSince(ctx context.Context, rev *revision, before string, since time.Time) (bool, error) {
 	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
 	if err != nil {
 		return false, err
 	}
-	if s.misread(st, rev) != "" {
-		return false, nil
-	}
-	if st.Job != 0 || st.ActiveState != "inactive" {
+	if st.Job != 0 || st.InvocationID != "" && st.InvocationID != before {
 		return true, nil
 	}
 	n, err := s.host.containers.Starts(ctx, rev.Container, since)

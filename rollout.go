@@ -360,6 +360,8 @@ func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, 
 		if err := s.data.saveRevision(rev); err != nil {
 			return nil, info, err
 		}
+	} else if err := s.data.syncRevision(rev); err != nil {
+		return nil, info, err
 	}
 	if err := s.owns(ctx, rev); err != nil {
 		return nil, info, err
@@ -563,7 +565,7 @@ func (s *service) tookStart(ctx context.Context, rev *revision) (bool, error) {
 	if boot != s.op().Boot {
 		return false, nil
 	}
-	return s.startedSince(ctx, rev, *s.op().StartedAt)
+	return s.startedSince(ctx, rev, s.op().Restarts.Before, *s.op().StartedAt)
 }
 
 // probation watches the candidate to the promotion (nil), or to the reason for a rollback.

@@ -30,6 +30,9 @@ func (s *service) watch(ctx context.Context) error {
 	var known identity // whose address is asked without asking Podman again
 	alerted := false
 	for {
+		if err := s.stale(); err != nil {
+			return err
+		}
 		if r := s.rec.Load(); r.active() != nil || r.Held != nil {
 			return nil
 		}
@@ -407,7 +410,7 @@ func (s *service) unhold(ctx context.Context) error {
 	}
 	if h.StartedAt != nil {
 		// The start of the current revision was meant, and maybe made.
-		took, err := s.startedSince(ctx, rev, *h.StartedAt)
+		took, err := s.startedSince(ctx, rev, s.rec.Load().Watch.Before, *h.StartedAt)
 		if err != nil {
 			s.log.Warn("looking for the start after a hold", "err", err)
 			return s.wait(ctx, 5*time.Second)
