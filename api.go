@@ -12,7 +12,11 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"net/http"
+	"net/url"
+	"path"
+	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
@@ -230,30 +234,37 @@ const maxWait = 60 * time.Second
 // handler serves the administration socket: everything, for whoever the file system lets in.
 func (d *daemon) handler() http.Handler {
 	mux := http.NewServeMux()
-	handle := func(pattern string, h func(w http.ResponseWriter, r *http.Request) error) {
+	handle := func(pattern string, h func(w http.ResponseWriter, r *http.Request) error, params ...string) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
-			if err := h(w, r); err != nil {
+			err := checkQuery(r, params)
+			if err == nil {
+				err = h(w, r)
+			}
+			if err != nil {
 				d.writeError(w, r, err)
 			}
 		})
 	}
 	handle("POST /v1/deployments", d.postDeployment)
-	handle("GET /v1/operations/{id}", d.getOperation)
-	handle("GET /v1/operations/{id}/log", d.getLog)
+	handle("GET /v1/operations/{id}", d.getOperation, "wait", "after_state")
+	handle("GET /v1/operations/{id}/log", d.getLog, "follow")
 	handle("POST /v1/operations/{id}/rollback", d.postOperationRollback)
 	handle("GET /v1/services", d.getServices)
 	handle("GET /v1/services/{service}", d.getService)
-	handle("GET /v1/services/{service}/operations", d.getOperations)
+	handle("GET /v1/services/{service}/operations", d.getOperations, "limit", "before")
 	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
 	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
 	handle("GET /v1/health", d.getHealth)
 	handle("POST /v1/fsck", d.postFsck)
 	handle("GET /v1/backup", d.getBackup)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if _, pattern := mux.Handler(r); pattern == "" {
+		// The mux redirects a path that is not clean: here it is no route.
+		if _, pattern := mux.Handler(r); pattern == "" || path.Clean(r.URL.Path) != r.URL.Path {
 			// The mux's own answer is text; ask it only whether another method would do.
 			probe := &headerOnly{header: http.Header{}}
-			mux.ServeHTTP(probe, r)
+			if pattern == "" {
+				mux.ServeHTTP(probe, r)
+			}
 			if probe.status == http.StatusMethodNotAllowed {
 				w.Header().Set("Allow", probe.header.Get("Allow"))
 				e := invalid("", "%s takes %s, not %s", r.URL.Path, probe.header.Get("Allow"), r.Method)
@@ -308,16 +319,42 @@ func (d *daemon) writeError(w http.ResponseWriter, r *http.Request, err error) {
 	_, _ = w.Write(append(b, '\n'))
 }
 
-// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it.
-func decode(r *http.Request, v any, fields ...string) error {
+// checkQuery lets through the named parameters, each once. What is not understood is refused: a request
+// that asks for less than the route does must not be taken for one that asks for all of it.
+func checkQuery(r *http.Request, params []string) error {
+	q, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return invalid("", "the query cannot be read")
+	}
+	for _, name := range slices.Sorted(maps.Keys(q)) {
+		switch {
+		case !slices.Contains(params, name):
+			return invalid(name, "unknown parameter %q", name)
+		case len(q[name]) > 1:
+			return invalid(name, "%s is given twice", name)
+		}
+	}
+	return nil
+}
+
+func readBody(r *http.Request) ([]byte, error) {
 	b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxBody))
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
 		e := invalid("", "the body is larger than %d bytes", maxBody)
 		e.Status = http.StatusRequestEntityTooLarge
-		return e
+		return nil, e
 	} else if err != nil {
-		return invalid("", "the body could not be read")
+		return nil, invalid("", "the body could not be read")
+	}
+	return b, nil
+}
+
+// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it.
+func decode(r *http.Request, v any, fields ...string) error {
+	b, err := readBody(r)
+	if err != nil {
+		return err
 	}
 	dec := json.NewDecoder(bytes.NewReader(b))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
@@ -358,7 +395,11 @@ func decode(r *http.Request, v any, fields ...string) error {
 	}
 	var wrong *json.UnmarshalTypeError
 	if err := json.Unmarshal(b, v); errors.As(err, &wrong) {
-		return invalid(wrong.Field, "%s must be a %s", wrong.Field, wrong.Type)
+		kind := "string"
+		if wrong.Type.Kind() == reflect.Int64 {
+			kind = "whole number"
+		}
+		return invalid(wrong.Field, "%s must be a %s", wrong.Field, kind)
 	} else if err != nil {
 		return invalid("", "the body is not JSON")
 	}
@@ -586,10 +627,12 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) error {
-	if r.ContentLength != 0 {
-		if b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxBody)); err != nil || len(bytes.TrimSpace(b)) > 0 && string(bytes.TrimSpace(b)) != "{}" {
-			return invalid("", "this request carries no body")
-		}
+	b, err := readBody(r)
+	if err != nil {
+		return err
+	}
+	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {
+		return invalid("", "this request carries no body")
 	}
 	s, op, err := d.findOperation(r.PathValue("id"))
 	if err != nil {

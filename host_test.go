@@ -61,23 +61,22 @@ type fakeHost struct {
 }
 
 type app struct {
-	readyAfter  time.Duration // negative: never
-	readyFor    time.Duration // then unready for ever; 0: no end
-	exitAfter   time.Duration // 0: runs on
-	exitOnce    bool          // only the first start of it exits
-	ignoresTerm bool          // killed by SIGKILL after StopTimeout: the unit ends failed
-	unkillable  bool          // nothing ends it
-	restartSec  time.Duration // default 100 ms
-	noLimit     bool          // StartLimitIntervalSec=0
-	noRestart   bool          // Restart=no
-	exits       int
+	readyAfter   time.Duration // negative: never
+	readyFor     time.Duration // then unready for ever; 0: no end
+	exitAfter    time.Duration // 0: runs on
+	exitOnce     bool          // only the first start of it exits
+	ignoresTerm  bool          // killed by SIGKILL after StopTimeout: the unit ends failed
+	unkillable   bool          // nothing ends it
+	restartAfter time.Duration // default 100 ms
+	noLimit      bool          // StartLimitIntervalSec=0
+	noRestart    bool          // Restart=no
+	exits        int
 }
 
 type fakeImage struct {
 	id       string // config digest
 	manifest []byte
 	config   []byte
-	volumes  []string
 }
 
 type hostUnit struct {
@@ -92,7 +91,6 @@ type hostUnit struct {
 	mainPID    uint32
 	container  *hostContainer
 	lingering  []string // processes nobody can kill
-	stopping   bool
 	begun      time.Time
 	starts     []time.Time
 	holds      int
@@ -373,7 +371,7 @@ func (h *fakeHost) run(u *hostUnit) {
 	u.result = "success"
 	h.set(u, "activating", "start")
 	h.later(u, 300*time.Millisecond, func() {
-		id, ok := h.images[image]
+		_, ok := h.images[image]
 		if !ok || a == nil { // Pull=missing: it is tried, for three seconds, and fails with the registry gone
 			if !h.registryDown && a != nil {
 				h.images[image] = h.registry[digestOf(image)].id
@@ -382,7 +380,7 @@ func (h *fakeHost) run(u *hostUnit) {
 				return
 			}
 		}
-		id = h.images[image]
+		id := h.images[image]
 		name := containerNameOf(u.text, u.name)
 		h.removeNamed(name) // --replace
 		c := &hostContainer{app: a, begun: time.Now(), container: container{
@@ -444,8 +442,8 @@ func (h *fakeHost) ended(u *hostUnit, result string) {
 	h.set(u, "failed", "failed-before-auto-restart")
 	h.set(u, "activating", "auto-restart")
 	wait := 100 * time.Millisecond
-	if a != nil && a.restartSec > 0 {
-		wait = a.restartSec
+	if a != nil && a.restartAfter > 0 {
+		wait = a.restartAfter
 	}
 	h.later(u, wait, func() {
 		u.nrestarts++

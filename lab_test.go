@@ -386,14 +386,12 @@ func (l *lab) killToad(t testing.TB) {
 	l.exec(t, "podman kill --signal KILL toad")
 }
 
-// reboot resets the host hard and waits until Toad answers.
+// reboot resets the host hard; Toad may still be starting when it returns.
 func (l *lab) reboot(t testing.TB) {
 	t.Helper()
 	if out, err := l.lab("reboot").CombinedOutput(); err != nil {
 		t.Fatalf("rebooting: %v\n%s", err, out)
 	}
-	var h wireHealthz
-	l.mustCall(t, "GET", "/v1/health", nil, &h)
 }
 
 func TestLabPromotesAfterTheWindow(t *testing.T) {

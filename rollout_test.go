@@ -519,7 +519,7 @@ func TestFailedCandidateIsRolledBackToTheLastPromoted(t *testing.T) {
 		{"never ready: startup deadline", app{readyAfter: -1}, "startup_deadline", 61 * time.Second},
 		{"ready once, not for long enough", app{readyAfter: time.Second, readyFor: 20 * time.Second}, "rollout_deadline", 121 * time.Second},
 		{"crash loop", app{exitAfter: time.Second}, "restart_budget", 10 * time.Second},
-		{"crash loop as fast as can be", app{exitAfter: time.Millisecond, restartSec: time.Millisecond, noLimit: true}, "restart_budget", 10 * time.Second},
+		{"crash loop as fast as can be", app{exitAfter: time.Millisecond, restartAfter: time.Millisecond, noLimit: true}, "restart_budget", 10 * time.Second},
 		{"ends and is not restarted", app{exitAfter: 5 * time.Second, noRestart: true}, "unit_failed", 10 * time.Second},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -583,7 +583,7 @@ func TestFastCrashLoopIsCountedRight(t *testing.T) {
 	inWorld(t, func(t *testing.T, w *world) {
 		w.set(func() { w.en.Probation.RestartBudget = 7 })
 		begun := time.Now()
-		op := w.await(w.submit(w.push("bad", app{exitAfter: 50 * time.Millisecond, restartSec: 50 * time.Millisecond, noLimit: true})).ID)
+		op := w.await(w.submit(w.push("bad", app{exitAfter: 50 * time.Millisecond, restartAfter: 50 * time.Millisecond, noLimit: true})).ID)
 		if op.Restarts.Count != 8 || op.Failure.Cause != "restart_budget" {
 			t.Errorf("%d restarts, %v; want 8", op.Restarts.Count, op.Failure)
 		}

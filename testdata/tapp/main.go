@@ -14,6 +14,7 @@
 //	READY_AFTER=duration  not ready before this long after its start
 //	READY_FOR=duration    ready this long, then not ready for good
 //	NEVER_READY=1         never ready, whatever else is asked
+//	UNREADY_FILE=path     not ready while that file is there, on a volume
 //	SLOW=duration         /ready answers this late
 //	EXIT_AFTER=duration   exits by itself, with EXIT_CODE (default 1)
 //	EXIT_ONCE=duration    the same, but only if the file MARKER is not there;
@@ -27,12 +28,17 @@
 //	                      /ready answers as a cache would: with Age: 60,
 //	                      Via: 1.1 cache, X-Cache: HIT
 //
+// "tapp poll URL" is the other side: a client that asks every 5 ms, on a new
+// connection each time, until its standard input ends. Then it prints the
+// longest time between two answers of 200 in a row, in milliseconds.
+//
 // Durations are Go's: "1500ms", "3s". A value that does not parse is fatal
 // (exit status 2), so that a test with a slip in it does not pass by luck.
 package main
 
 import (
 	"fmt"
+	"io"
 	"log"
 	"net/http"
 	"os"
@@ -45,6 +51,10 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) == 3 && os.Args[1] == "poll" {
+		poll(os.Args[2])
+		return
+	}
 	start := time.Now()
 	version := text("VERSION", "0")
 	code := number("EXIT_CODE", 1)
@@ -89,6 +99,11 @@ func main() {
 	readyAfter, readyFor, slow := duration("READY_AFTER"), duration("READY_FOR"), duration("SLOW")
 	ready := func() bool {
 		up := time.Since(start)
+		if f := os.Getenv("UNREADY_FILE"); f != "" {
+			if _, err := os.Stat(f); err == nil {
+				return false
+			}
+		}
 		return !on("NEVER_READY") && !unready.Load() && up >= readyAfter &&
 			(readyFor == 0 || up < readyAfter+readyFor)
 	}
@@ -134,6 +149,38 @@ func main() {
 	addr := ":" + strconv.Itoa(number("PORT", 8080))
 	fmt.Println("tapp", version, "listening on", addr)
 	fatal("%v", http.ListenAndServe(addr, nil))
+}
+
+func poll(url string) {
+	end := make(chan struct{})
+	go func() {
+		io.Copy(io.Discard, os.Stdin)
+		close(end)
+	}()
+	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	var last time.Time
+	var longest time.Duration
+	for tick := time.NewTicker(5 * time.Millisecond); ; {
+		select {
+		case <-end:
+			fmt.Println(longest.Milliseconds())
+			return
+		case <-tick.C:
+		}
+		resp, err := client.Get(url)
+		if err != nil {
+			continue
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			continue
+		}
+		now := time.Now()
+		if !last.IsZero() {
+			longest = max(longest, now.Sub(last))
+		}
+		last = now
+	}
 }
 
 func exitAfter(d time.Duration, code int) {
