@@ -22,10 +22,14 @@
 //	CRASH=1               prints two lines to stdout and one to stderr and
 //	                      exits at once, with EXIT_CODE
 //	IGNORE_TERM=1         SIGTERM does nothing (otherwise: exit 0 at once)
+//	HANG=path             reads this file once it listens, whatever comes of it
 //	REDIRECT=url          /ready answers 302 to url
 //	STALE=1, VIA=1, XCACHE=1
 //	                      /ready answers as a cache would: with Age: 60,
 //	                      Via: 1.1 cache, X-Cache: HIT
+//
+// "tapp wait DURATION" does nothing for that long and ends with status 0: a slow
+// health check.
 //
 // Durations are Go's: "1500ms", "3s". A value that does not parse is fatal
 // (exit status 2), so that a test with a slip in it does not pass by luck.
@@ -45,6 +49,14 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) == 3 && os.Args[1] == "wait" {
+		d, err := time.ParseDuration(os.Args[2])
+		if err != nil {
+			fatal("wait: %v", err)
+		}
+		time.Sleep(d)
+		return
+	}
 	start := time.Now()
 	version := text("VERSION", "0")
 	code := number("EXIT_CODE", 1)
@@ -130,6 +142,13 @@ func main() {
 		fmt.Println("tapp", version, "asked to exit with", code)
 		os.Exit(code)
 	})
+
+	if path := os.Getenv("HANG"); path != "" {
+		go func() {
+			_, err := os.ReadFile(path)
+			fmt.Println("tapp", version, "has read", path, err)
+		}()
+	}
 
 	addr := ":" + strconv.Itoa(number("PORT", 8080))
 	fmt.Println("tapp", version, "listening on", addr)
