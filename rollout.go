@@ -247,6 +247,7 @@ func (s *service) fail(err error, h *held) error {
 	typ := "failed"
 	if op := s.op(); op.State == rollingBack {
 		f.Cause = op.Failure.Code
+		f.Summary += "; it began with " + op.Failure.Summary
 		if f.Code == "rollback_failed" {
 			typ = "rollback-failed"
 		}
@@ -295,9 +296,9 @@ func (s *service) beginRollback(why error) error {
 		return err
 	}
 	if p := s.op().Previous; p != nil {
-		s.say("rolling_back", p.Generation, f.Code)
+		s.say("rolling_back", p.Generation, f.Code+": "+f.Summary)
 	} else {
-		s.say("rolling_back_none", f.Code)
+		s.say("rolling_back_none", f.Code+": "+f.Summary)
 	}
 	return nil
 }

@@ -862,6 +862,7 @@ func TestRefusedBeforeAnythingStops(t *testing.T) { // E4, S5
 	}{
 		"generator refuses":   {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
 		"systemd refuses":     {func(w *world) { w.h.analyze = false }, "unit_invalid"},
+		"podman refuses":      {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
 		"registry down":       {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
 		"enrollment gone":     {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
 		"something starts it": {func(w *world) { w.h.unit("hello.service").dependents = []string{"other.service", "default.target"} }, "unit_invalid"},

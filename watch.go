@@ -28,7 +28,7 @@ func (s *service) watch(ctx context.Context) error {
 	}
 	var nextInstall, nextRetention, unreadySince time.Time
 	var known identity // whose address is asked without asking Podman again
-	alerted := false
+	alerted, lost := false, false
 	for {
 		if err := s.stale(); err != nil {
 			return err
@@ -66,6 +66,16 @@ func (s *service) watch(ctx context.Context) error {
 		st, lookErr := s.watchUnit(ctx, rev)
 		if errors.Is(lookErr, errStorage) || ctx.Err() != nil {
 			return lookErr
+		}
+		if gone := lookErr == nil && st.LoadState == "not-found"; gone && !lost && s.rec.Load().Installed {
+			// A running instance runs on, but neither a crash nor a boot would start it again.
+			lost = true
+			s.alert("unit-lost", "unit", rev.Enrollment.Unit)
+			if err := s.tell("unit-lost", rev.Enrollment.Unit+" is not loaded any more: its file, or another one in its directory, cannot be read or is gone"); err != nil {
+				return err
+			}
+		} else if lookErr == nil && !gone {
+			lost = false
 		}
 		h, why := s.runtimeHealth(ctx, rev, cur.reference, st, lookErr, &known)
 		if ctx.Err() != nil {
