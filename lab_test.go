@@ -18,6 +18,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/gofrs/flock"
 )
 
 // The lab: a real Debian with systemd, rootless Podman, Quadlet and a registry (testdata/lab). Tests
@@ -39,6 +41,16 @@ var startLab = sync.OnceValues(func() (*lab, error) {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", l.path("/home/toad/.local/share/toad/run/toad.sock"))
 	}}}
+	// Two runs in one lab would each undo what the other does.
+	if err := os.MkdirAll(labDir(), 0o755); err != nil {
+		return nil, err
+	}
+	busy := flock.New(filepath.Join(labDir(), l.name+".test.lock"))
+	if ok, err := busy.TryLock(); err != nil {
+		return nil, err
+	} else if !ok {
+		return nil, fmt.Errorf("another test run is in the lab %s; TOAD_LAB_NAME names another lab", l.name)
+	}
 	// A run begins with an empty Toad: what an earlier one left is no part of it.
 	for _, args := range [][]string{{"up"}, {"exec", "sh", "-c", wipe}, {"install"}} {
 		if out, err := l.lab(args...).CombinedOutput(); err != nil {
@@ -75,13 +87,16 @@ func (l *lab) lab(args ...string) *exec.Cmd {
 	return exec.Command(filepath.Join("testdata", "lab", "lab"), append([]string{"--name", l.name}, args...)...)
 }
 
+func labDir() string {
+	if dir := os.Getenv("TOAD_LAB_DIR"); dir != "" {
+		return dir
+	}
+	return "/var/lib/toad-lab"
+}
+
 // path is a path of the lab's host as seen from outside.
 func (l *lab) path(p string) string {
-	dir := os.Getenv("TOAD_LAB_DIR")
-	if dir == "" {
-		dir = "/var/lib/toad-lab"
-	}
-	b, _ := os.ReadFile(filepath.Join(dir, l.name, "pid"))
+	b, _ := os.ReadFile(filepath.Join(labDir(), l.name, "pid"))
 	return "/proc/" + strings.TrimSpace(string(b)) + "/root" + p
 }
 
