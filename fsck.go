@@ -89,6 +89,13 @@ func (d *dataDir) fsckService(service string) []finding {
 	if err == nil {
 		err = r.check()
 	}
+	if errors.Is(err, fs.ErrNotExist) {
+		// Enrolled, and never deployed: there is nothing yet.
+		left, _ := filepath.Glob(filepath.Join(dir, "*", "*.json"))
+		if st, err := os.Stat(filepath.Join(dir, "events.jsonl")); len(left) == 0 && (err != nil || st.Size() == 0) {
+			return nil
+		}
+	}
 	if err != nil {
 		bad(main, "%v", err)
 		r = nil
@@ -690,15 +697,18 @@ func (d *daemon) lockService(name string) (unlock func()) {
 
 // postFsck checks every record, and puts one back if it is named.
 func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
-	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	b, err := readBody(r)
 	if err != nil {
-		return invalid("", "the body could not be read")
+		return err
 	}
 	var req fsckRequest
 	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {
 		r.Body = io.NopCloser(bytes.NewReader(b))
 		if err := decode(r, &req, "restore"); err != nil {
 			return err
+		}
+		if req.Restore == "" {
+			return invalid("restore", "restore must name a record")
 		}
 	}
 	answer := wireFsck{}
