@@ -728,10 +728,51 @@ func TestLabServerOutOfReach(t *testing.T) {
 	if out, status := s.try("toad", "check", "/home/toad/.config/toad/enrollment"); status != 0 {
 		t.Errorf("check needs no server: exit %d\n%s", status, out)
 	}
-	release()
-	if out, status := s.try("toad", "status", s.name); status != 0 {
-		t.Errorf("exit %d\n%s", status, out)
+	for _, who := range [][]string{nil, {"--root"}} { // in a container of its own
+		if out, status := s.try(append(who, "toad", "fsck")...); status != 0 {
+			t.Errorf("fsck with no server %v: exit %d\n%s", who, status, out)
+		}
 	}
+	release()
+	for _, command := range []string{"status", "fsck"} {
+		if out, status := s.try("toad", command); status != 0 {
+			t.Errorf("%s: exit %d\n%s", command, status, out)
+		}
+	}
+}
+
+// TestLabTerminal: a terminal goes through the wrapper, and its Ctrl-C comes back.
+func TestLabTerminal(t *testing.T) {
+	t.Parallel()
+	s := theLab(t).enroll(t, "terminal", func(s *labService) { s.en.Probation.StabilityWindow = duration(8 * time.Second) })
+	image := s.image("VERSION=1")
+	// script(1) is the terminal; what it reads is typed on it.
+	cmd := s.lab.lab("exec", "script", "--quiet", "--return", "--command", "toad deploy "+s.name+" "+image, "/dev/null")
+	keyboard, err := cmd.StdinPipe()
+	must(t, err)
+	var out strings.Builder
+	cmd.Stdout, cmd.Stderr = &out, &out
+	must(t, cmd.Start())
+	var id string
+	s.eventually("the window has begun", func() bool {
+		v := s.view()
+		if v.ActiveOperation != nil && v.ActiveOperation.ReadyForSeconds > 2 {
+			id = v.ActiveOperation.ID
+		}
+		return id != ""
+	})
+	_, err = keyboard.Write([]byte{3}) // Ctrl-C
+	must(t, err)
+	_ = cmd.Wait()
+	if status := cmd.ProcessState.ExitCode(); status != 130 {
+		t.Errorf("exit %d", status)
+	}
+	for _, part := range []string{"probation [", " of 8s ready", "toad watch " + id} {
+		if !strings.Contains(out.String(), part) {
+			t.Errorf("%q is not in\n%q", part, out.String())
+		}
+	}
+	s.expect(s.await(id, nil), "promoted", "")
 }
 
 // BenchmarkLabDowntime prints what a deployment costs: how long a client that asks the published port
