@@ -26,7 +26,7 @@ import (
 
 // TestMain lets the test binary run as the command `toad` in testdata/cli.
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"toad": main})
+	testscript.Main(m, map[string]func(){"toad": hookedMain})
 }
 
 func TestClientCommandLine(t *testing.T) {

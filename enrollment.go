@@ -17,6 +17,7 @@ import (
 	"io"
 	"maps"
 	"math"
+	"net/netip"
 	"net/url"
 	"os"
 	"path"
@@ -662,6 +663,14 @@ func (e *enrolled) checkTemplate(p *problems, file string, tree *quadletTree, op
 	e.checkStopTimes(u, bad)
 	e.checkMounts(u, opts, bad)
 	e.checkNetworks(u, file, tree, p)
+	checkPorts(u, bad)
+	for _, key := range []string{"Environment", "Label", "Annotation", "Exec", "Mount", "Secret", "PodmanArgs", "GlobalArgs"} {
+		for _, l := range u.values("Container", key) {
+			if openQuote(l.value) { // the generator drops what it cannot split, and says nothing
+				bad(l.no, "%s= has a quote that is not closed", key)
+			}
+		}
+	}
 	if tree != nil {
 		for _, d := range tree.dropins(e.Unit) {
 			p.add(d, 0, "this drop-in would change %s behind Toad: put its lines into the template", e.Unit)
@@ -726,6 +735,80 @@ func checkArgs(args []unitLine, key string, bad func(line int, format string, ar
 			}
 		}
 	}
+}
+
+// openQuote tells that a quote is opened and never closed, as systemd and the generator read values.
+func openQuote(value string) bool {
+	var quote rune
+	escaped := false
+	for _, c := range value {
+		switch {
+		case escaped:
+			escaped = false
+		case c == '\\':
+			escaped = true
+		case quote == 0 && (c == '"' || c == '\''):
+			quote = c
+		case c == quote:
+			quote = 0
+		}
+	}
+	return quote != 0
+}
+
+// checkPorts judges PublishPort=, which neither the generator nor systemd does: Podman would refuse it
+// only after the old instance was stopped. What systemd puts in place of $ and % is not known here.
+func checkPorts(u unitText, bad func(line int, format string, args ...any)) {
+	for _, l := range u.values("Container", "PublishPort") {
+		if strings.ContainsAny(l.value, "$%") {
+			continue
+		}
+		if !isPublishedPort(strings.TrimSpace(l.value)) {
+			bad(l.no, "PublishPort=%s is none: want [[IP:][HOSTPORT]:]PORT[/PROTOCOL], or ranges of one length", l.value)
+		}
+	}
+}
+
+func isPublishedPort(s string) bool {
+	ports, protocol, has := strings.Cut(s, "/")
+	if has && !slices.Contains([]string{"tcp", "udp", "sctp"}, strings.ToLower(protocol)) {
+		return false
+	}
+	rest, inside := "", ports
+	mapped := false
+	if i := strings.LastIndexByte(ports, ':'); i >= 0 {
+		rest, inside, mapped = ports[:i], ports[i+1:], true
+	}
+	n, ok := portRange(inside)
+	if !ok || !mapped {
+		return ok
+	}
+	outside, address := rest, ""
+	if i := strings.LastIndexByte(rest, ':'); i >= 0 && !strings.HasSuffix(rest, "]") {
+		address, outside = strings.Trim(rest[:i], "[]"), rest[i+1:]
+		if _, err := netip.ParseAddr(address); address != "" && err != nil {
+			return false
+		}
+	}
+	if outside == "" {
+		return true
+	}
+	m, ok := portRange(outside)
+	return ok && (m == n || n == 1) // one port inside, any of several outside
+}
+
+// portRange returns how many ports "80" or "80-90" are.
+func portRange(s string) (int, bool) {
+	first, last, isRange := strings.Cut(s, "-")
+	a, err := strconv.ParseUint(first, 10, 16)
+	if err != nil || a == 0 {
+		return 0, false
+	}
+	if !isRange {
+		return 1, true
+	}
+	b, err := strconv.ParseUint(last, 10, 16)
+	return int(b) - int(a) + 1, err == nil && b >= a
 }
 
 func (e *enrolled) checkContainerName(u unitText, bad func(line int, format string, args ...any)) {

@@ -45,12 +45,14 @@ type fakeHost struct {
 	kernelBoot string
 	wallOffset time.Duration
 	serial     int
+	taken      int // starts by hand that systemd took
 
 	registryDown bool
 	podmanHangs  bool
 	managerHangs bool
 	generator    func(unit string, text []byte) bool // false: refuses
 	analyze      bool
+	badFlags     bool // podman refuses the command's flags
 
 	// mutate is called before each mutation with its name. It may answer that the mutation is not to be
 	// applied, and with which error.
@@ -342,6 +344,7 @@ func (h *fakeHost) start(name string) error {
 	}
 	u.nrestarts = 0
 	u.job = uint32(h.next())
+	h.taken++
 	h.run(u)
 	return nil
 }
@@ -614,6 +617,11 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 		defer h.mu.Unlock()
 		return h.analyze, os.WriteFile(output, nil, 0o600)
 	}
+	if argv[0] == "/usr/bin/podman" {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return !h.badFlags, os.WriteFile(output, nil, 0o600)
+	}
 	dir, _, _ := strings.Cut(strings.TrimPrefix(env[0], "QUADLET_UNIT_DIRS="), ":")
 	files, _ := filepath.Glob(filepath.Join(dir, "*.container"))
 	var out strings.Builder
@@ -625,7 +633,7 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 			ok = false
 			continue
 		}
-		fmt.Fprintf(&out, "---%s---\n[Unit]\nSourcePath=%s\n", serviceName(filepath.Base(f)), f)
+		fmt.Fprintf(&out, "---%s---\n[Unit]\nSourcePath=%s\n[Service]\nExecStart=/usr/bin/podman run -d %s\n", serviceName(filepath.Base(f)), f, lineOf(string(b), "Image="))
 	}
 	return ok, os.WriteFile(output, []byte(out.String()), 0o600)
 }

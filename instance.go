@@ -76,7 +76,7 @@ func (s *service) foreign(ctx context.Context, rev *revision) error {
 		if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID || slices.Contains(s.rec.Load().Containers, c.ID) {
 			continue
 		}
-		if st.Job != 0 || st.ActiveState == "activating" || st.ActiveState == "deactivating" {
+		if c.Unit == unit && (st.Job != 0 || st.ActiveState == "activating" || st.ActiveState == "deactivating") {
 			continue // between two starts of its own; whoever is still there after the stop is seen then
 		}
 		return failed("foreign_container", nil, c.Name, shortID(c.ID))
@@ -164,10 +164,15 @@ func (s *service) load(ctx context.Context, ref reference) error {
 	return err
 }
 
-// verifyUnit proves on the host, before anything stops, that its own generator and systemd take the
-// candidate's unit: the generator runs dry over a copy in the data directory, systemd-analyze over what
-// it printed. The generator is judged by whether it printed this unit's service, not by its exit status,
-// which any other file's fault sets. What they say goes to the local log only.
+// verifyUnit proves on the host, before anything stops, that its own generator, systemd and Podman take
+// the candidate's unit: the generator runs dry over a copy in the data directory, systemd-analyze over
+// what it printed, and podman reads the flags of the command in it without running it. The generator is
+// judged by whether it printed this unit's service, not by its exit status, which any other file's fault
+// sets. What they say goes to the local log only.
+//
+// Podman is not made to create the container: that would make volumes, want networks and directories
+// that only the unit's start makes, and refuse units that work. What it would find beyond flags is for
+// the enrollment's own rules.
 func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
 	hostData, hostQuadlets, err := s.host.hostPaths(ctx)
 	if err != nil {
@@ -214,7 +219,36 @@ func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
 		s.log.Error("systemd refuses the unit", "unit", unit, "said", string(said))
 		return failed("unit_invalid", nil, "systemd does not accept it")
 	}
+	help := helpCommand(text)
+	if help == nil {
+		s.log.Error("the generated unit has no podman run", "unit", unit, "text", text)
+		return failed("unit_invalid", nil, "Podman's generator makes no container of it")
+	}
+	if ok, err = s.host.units.Run(ctx, job, help, nil, out); err != nil {
+		return fmt.Errorf("running podman: %w", err)
+	}
+	if !ok {
+		said, _ := os.ReadFile(filepath.Join(dir, "out"))
+		s.log.Error("podman refuses the command", "unit", unit, "said", string(said))
+		return failed("unit_invalid", nil, "Podman does not accept its flags")
+	}
 	return nil
+}
+
+// helpCommand is the podman command of a generated unit, which reads all its flags and then only prints
+// its help; nil if there is none.
+func helpCommand(text string) []string {
+	u, err := scanUnit([]byte(text))
+	if err != nil {
+		return nil
+	}
+	l, _ := u.lastOf("Service", "ExecStart")
+	argv := words(l.value)
+	i := slices.Index(argv, "run")
+	if i < 1 || !filepath.IsAbs(argv[0]) {
+		return nil
+	}
+	return slices.Insert(argv, i+1, "--help")
 }
 
 // generated cuts one unit's text out of what a dry run of the generator printed.
@@ -373,7 +407,8 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 	if err := makeDir(filepath.Dir(path)); err != nil {
 		return err
 	}
-	if b, err := os.ReadFile(path); err != nil || string(b) != string(form) {
+	old, err := os.ReadFile(path)
+	if changed := err != nil || string(old) != string(form); changed {
 		if err := replaceUnit(path, form); err != nil {
 			return err
 		}
@@ -388,6 +423,16 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 		return err
 	}
 	if why := s.misread(st, rev); why != "" {
+		if st.LoadState == "not-found" && old != nil && string(old) != string(form) {
+			// What was there before can be loaded: better that than no unit at all.
+			s.log.Error("the written unit is not loaded; the file before it is put back", "unit", rev.Enrollment.Unit)
+			if err := replaceUnit(path, old); err != nil {
+				return err
+			}
+			if err := s.host.units.Reload(ctx); err != nil {
+				s.log.Warn("reloading", "err", err)
+			}
+		}
 		return failed("unit_invalid", fmt.Errorf("unit status %+v", st), why)
 	}
 	s.say("unit_written", rev.Generation)
@@ -435,17 +480,15 @@ func (s *service) misread(st unitStatus, rev *revision) string {
 	return ""
 }
 
-// startedSince tells whether the unit was started as this revision since then: it runs, it is about to,
-// it has failed, or Podman remembers a start.
-func (s *service) startedSince(ctx context.Context, rev *revision, since time.Time) (bool, error) {
+// startedSince tells whether the unit was started since then: a job is queued, its invocation is not the
+// one of before, or Podman remembers a start. Its state tells nothing: the instance that was stopped
+// before may have ended as failed.
+func (s *service) startedSince(ctx context.Context, rev *revision, before string, since time.Time) (bool, error) {
 	st, err := s.host.units.Unit(ctx, serviceName(rev.Enrollment.Unit))
 	if err != nil {
 		return false, err
 	}
-	if s.misread(st, rev) != "" {
-		return false, nil
-	}
-	if st.Job != 0 || st.ActiveState != "inactive" {
+	if st.Job != 0 || st.InvocationID != "" && st.InvocationID != before {
 		return true, nil
 	}
 	n, err := s.host.containers.Starts(ctx, rev.Container, since)

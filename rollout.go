@@ -247,6 +247,7 @@ func (s *service) fail(err error, h *held) error {
 	typ := "failed"
 	if op := s.op(); op.State == rollingBack {
 		f.Cause = op.Failure.Code
+		f.Summary += "; it began with " + op.Failure.Summary
 		if f.Code == "rollback_failed" {
 			typ = "rollback-failed"
 		}
@@ -295,9 +296,9 @@ func (s *service) beginRollback(why error) error {
 		return err
 	}
 	if p := s.op().Previous; p != nil {
-		s.say("rolling_back", p.Generation, f.Code)
+		s.say("rolling_back", p.Generation, f.Code+": "+f.Summary)
 	} else {
-		s.say("rolling_back_none", f.Code)
+		s.say("rolling_back_none", f.Code+": "+f.Summary)
 	}
 	return nil
 }
@@ -360,6 +361,8 @@ func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, 
 		if err := s.data.saveRevision(rev); err != nil {
 			return nil, info, err
 		}
+	} else if err := s.data.syncRevision(rev); err != nil {
+		return nil, info, err
 	}
 	if err := s.owns(ctx, rev); err != nil {
 		return nil, info, err
@@ -563,7 +566,7 @@ func (s *service) tookStart(ctx context.Context, rev *revision) (bool, error) {
 	if boot != s.op().Boot {
 		return false, nil
 	}
-	return s.startedSince(ctx, rev, *s.op().StartedAt)
+	return s.startedSince(ctx, rev, s.op().Restarts.Before, *s.op().StartedAt)
 }
 
 // probation watches the candidate to the promotion (nil), or to the reason for a rollback.

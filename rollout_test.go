@@ -56,6 +56,8 @@ type world struct {
 	keys   int
 
 	spoil func(step, path string) error // makes a durable step fail
+	dead  bool                          // Toad was killed: nothing of this incarnation acts any more
+	died  chan struct{}                 // closed when it is
 
 	mu     sync.Mutex // guards last
 	last   *record
@@ -88,7 +90,8 @@ func (w *world) start() {
 	w.data, err = openData(w.dir, w.h.quadlets)
 	must(w.t, err)
 	host := w.h.host()
-	host.units, host.containers = policed{w.h, w}, w.h
+	w.set(func() { w.dead, w.died = false, make(chan struct{}) })
+	host.units, host.containers = policed{w.h, w}, policed{w.h, w}
 	log := slog.New(slog.NewTextHandler(testWriter{w.t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	w.s = newService(w.en.Service, w.data, host, w.enroll, log)
 	testingOnlyBoundary = w.boundary
@@ -109,6 +112,52 @@ func (w *world) stop() {
 }
 
 func (w *world) restart() { w.stop(); w.start() }
+
+// errDead is what everything answers to an incarnation that was killed.
+var errDead = errors.New("killed")
+
+// kill ends Toad at the very place that calls it: from here on nothing of this incarnation reaches the
+// disk or the host. Whoever waits for died then stops what is left of it.
+func (w *world) kill() error {
+	w.set(func() {
+		if !w.dead {
+			w.dead = true
+			close(w.died)
+		}
+	})
+	w.cancel()
+	return errDead
+}
+
+func (w *world) alive() (err error) {
+	w.set(func() {
+		if w.dead {
+			err = errDead
+		}
+	})
+	return err
+}
+
+// killAt kills Toad before the n-th mutation of the host of that name (from now on), or after it was
+// applied.
+func (w *world) killAt(name string, n int, applied bool) {
+	w.onMutation(func(m string) (bool, error) {
+		if m == name {
+			if n--; n == 0 {
+				return applied, w.kill()
+			}
+		}
+		return true, nil
+	})
+}
+
+// revive waits for the kill and starts Toad again.
+func (w *world) revive() {
+	<-w.died
+	w.stop()
+	w.onMutation(nil)
+	w.start()
+}
 
 // set changes the world between two of its own steps.
 func (w *world) set(change func()) {
@@ -135,6 +184,9 @@ func (w testWriter) Write(b []byte) (int, error) {
 
 // boundary checks the invariants after every write of service.json.
 func (w *world) boundary(step, path string) error {
+	if err := w.alive(); err != nil {
+		return err
+	}
 	var spoil func(step, path string) error
 	w.set(func() { spoil = w.spoil })
 	if spoil != nil {
@@ -230,7 +282,45 @@ func (p policed) onDisk() *record {
 	return r
 }
 
+func (p policed) Reload(ctx context.Context) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
+	return p.fakeHost.Reload(ctx)
+}
+
+func (p policed) ResetFailed(ctx context.Context, name string) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
+	return p.fakeHost.ResetFailed(ctx, name)
+}
+
+func (p policed) Run(ctx context.Context, name string, argv, env []string, output string) (bool, error) {
+	if err := p.w.alive(); err != nil {
+		return false, err
+	}
+	return p.fakeHost.Run(ctx, name, argv, env, output)
+}
+
+func (p policed) Remove(ctx context.Context, id string) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
+	return p.fakeHost.Remove(ctx, id)
+}
+
+func (p policed) Load(ctx context.Context, r io.Reader) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
+	return p.fakeHost.Load(ctx, r)
+}
+
 func (p policed) Stop(ctx context.Context, name string) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
 	r := p.onDisk()
 	o := r.Operation
 	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation || o.State == promoted)
@@ -241,6 +331,9 @@ func (p policed) Stop(ctx context.Context, name string) error {
 }
 
 func (p policed) Start(ctx context.Context, name string) error {
+	if err := p.w.alive(); err != nil {
+		return err
+	}
 	r := p.onDisk()
 	o := r.Operation
 	switch {
@@ -250,13 +343,19 @@ func (p policed) Start(ctx context.Context, name string) error {
 	case o.State == promoted && !r.Installed:
 	case o.Step != stepStart || o.State.terminal():
 		p.t.Errorf("I4: start without a durable intent: state %s, step %s", o.State, o.Step)
-	case o.State == rollingBack:
+	}
+	p.w.set(func() { p.taken = 0 })
+	err := p.fakeHost.Start(ctx, name)
+	p.w.set(func() {
+		if o == nil || o.State != rollingBack || p.taken == 0 {
+			return
+		}
 		key := fmt.Sprint(o.ID, p.booted)
 		if p.w.starts[key]++; p.w.starts[key] > 1 {
 			p.t.Errorf("I11: the target of %s is started a second time", o.ID)
 		}
-	}
-	return p.fakeHost.Start(ctx, name)
+	})
+	return err
 }
 
 // submit deploys and returns the operation.
@@ -763,6 +862,7 @@ func TestRefusedBeforeAnythingStops(t *testing.T) { // E4, S5
 	}{
 		"generator refuses":   {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
 		"systemd refuses":     {func(w *world) { w.h.analyze = false }, "unit_invalid"},
+		"podman refuses":      {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
 		"registry down":       {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
 		"enrollment gone":     {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
 		"something starts it": {func(w *world) { w.h.unit("hello.service").dependents = []string{"other.service", "default.target"} }, "unit_invalid"},

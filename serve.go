@@ -101,6 +101,9 @@ func (d *daemon) claims() map[string]claim {
 // its own restart mounts the new socket. A call that times out is no reason to end.
 const busPatience = 30 * time.Second
 
+// ownUnit is the unit that runs Toad itself.
+const ownUnit = "toad.service"
+
 // serve runs the server until ctx ends, which is a clean end, or until it cannot go on.
 func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	data, err := openData(cfg.data, cfg.quadlets)
@@ -159,6 +162,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		}
 	}()
 	var gone time.Time
+	lost := false
 	tick := time.NewTicker(5 * time.Second)
 	defer tick.Stop()
 	for end := false; !end; {
@@ -168,6 +172,15 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		case err = <-served:
 			err, end = fmt.Errorf("serving %s: %w", ln.Addr(), err), true
 		case <-tick.C:
+			// A file that the generator cannot load takes Toad's own unit with it: told, and nothing more.
+			if st, err := sd.Unit(ctx, ownUnit); err == nil && (st.LoadState == "not-found") != lost {
+				if lost = !lost; lost {
+					log.Error("unit-lost", "unit", ownUnit)
+					if err := data.ownEvent("unit-lost", ownUnit+" is not loaded any more: a file beside it cannot be read, or it is gone"); err != nil {
+						log.Error("writing toad's own event", "err", err)
+					}
+				}
+			}
 			if _, berr := sd.Incarnation(ctx); !errors.Is(berr, errBusGone) {
 				gone = time.Time{}
 			} else if gone.IsZero() {

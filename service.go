@@ -48,8 +48,9 @@ type service struct {
 
 	mu  sync.Mutex // guards commits; never held across a call to the host
 	rec atomic.Pointer[record]
-	// ev and cancelStep are guarded by mu.
+	// ev, broken and cancelStep are guarded by mu.
 	ev         *eventLog
+	broken     error // a commit failed: nothing is committed until the disk was read again
 	cancelStep context.CancelCauseFunc
 
 	wake chan struct{} // one token: look again
@@ -133,8 +134,9 @@ func (s *service) incarnation(ctx context.Context) error {
 		s.say("resumed", op.State)
 	}
 	for {
-		var err error
+		err := s.stale()
 		switch r := s.rec.Load(); {
+		case err != nil:
 		case r.active() != nil:
 			err = s.rollout(ctx)
 		case r.Held != nil:
@@ -153,21 +155,12 @@ func (s *service) incarnation(ctx context.Context) error {
 
 // open loads the record and brings the event log in step with it. Both are durable afterwards.
 func (s *service) open() error {
-	r, err := s.data.load(s.name)
-	if err != nil {
-		return err
-	}
-	if err := makeDir(s.data.serviceFile(s.name)); err != nil {
-		return err
-	}
-	ev, err := s.data.openEvents(r)
-	if err != nil {
-		return err
-	}
-	s.mu.Lock()
-	s.ev = ev
-	s.rec.Store(r)
+	s.mu.Lock() // whoever still holds a record from before commits before this or fails
+	r, err := s.read()
 	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
 	s.live.Lock()
 	s.live.unavailable = nil
 	s.live.log = nil
@@ -177,6 +170,37 @@ func (s *service) open() error {
 	s.live.Unlock()
 	s.notify()
 	return nil
+}
+
+// read is open's reading, under mu.
+func (s *service) read() (*record, error) {
+	r, err := s.data.load(s.name)
+	if err != nil {
+		return nil, err
+	}
+	if err := makeDir(s.data.serviceFile(s.name)); err != nil {
+		return nil, err
+	}
+	// A directory that a killed predecessor made is found, and maybe not durable yet.
+	for _, dir := range []string{filepath.Dir(s.data.serviceFile(s.name)), s.data.serviceFile(s.name)} {
+		if err := syncDir(dir); err != nil {
+			return nil, err
+		}
+	}
+	ev, err := s.data.openEvents(r)
+	if err != nil {
+		return nil, err
+	}
+	s.ev, s.broken = ev, nil
+	s.rec.Store(r)
+	return r, nil
+}
+
+// stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
+func (s *service) stale() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.broken
 }
 
 // notify wakes everyone who waits for a change.
@@ -220,12 +244,18 @@ func (s *service) commit(change func(r *record) error, events ...event) error {
 	return s.commitLocked(change, events...)
 }
 
-func (s *service) commitLocked(change func(r *record) error, events ...event) error {
+func (s *service) commitLocked(change func(r *record) error, events ...event) (err error) {
+	if s.broken != nil {
+		return s.broken
+	}
+	defer func() {
+		if errors.Is(err, errStorage) {
+			s.broken = err
+			s.poke() // run begins from the disk
+		}
+	}()
 	now := s.now()
 	old := s.rec.Load()
-	if err := s.tellEvents(old); err != nil { // what the last commit made known, if that failed then
-		return err
-	}
 	r := old.clone()
 	if err := change(r); err != nil {
 		return err
@@ -241,7 +271,8 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) er
 				op.FinishedAt = &now
 			}
 		}
-		if !op.State.terminal() || op.FinishedAt == &now {
+		// It never goes back: by it a deadline tells, after a reboot, that the wall clock did.
+		if (!op.State.terminal() || op.FinishedAt == &now) && now.After(op.UpdatedAt) {
 			op.UpdatedAt = now
 		}
 	}
@@ -263,7 +294,10 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) er
 		return err
 	}
 	s.rec.Store(r)
-	err := s.tellEvents(r)
+	err = s.ev.append(r.Events)
+	if errors.Is(err, syscall.ENOSPC) && s.data.giveReserve() {
+		err = s.ev.append(r.Events)
+	}
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
@@ -271,19 +305,6 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) er
 		s.live.Unlock()
 	}
 	s.notify()
-	return err
-}
-
-// tellEvents appends what the log lacks of a record's events, on a full disk with the reserve's help.
-func (s *service) tellEvents(r *record) error {
-	i := 0
-	for i < len(r.Events) && r.Events[i].Cursor <= s.ev.head.Cursor {
-		i++
-	}
-	err := s.ev.append(r.Events[i:])
-	if errors.Is(err, syscall.ENOSPC) && s.data.giveReserve() {
-		err = s.ev.append(r.Events[i:])
-	}
 	return err
 }
 
@@ -534,8 +555,7 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		r.NextGeneration++
 		return nil
 	}, event{Type: "deploy", Operation: o.ID, Actor: sub.actor, Detail: image}); err != nil {
-		s.poke() // whether it was accepted is on the disk: begin from there
-		return nil, false, s.unavailable(err)
+		return nil, false, s.unavailable(err) // whether it was accepted is on the disk
 	}
 	code := "accepted"
 	if kind == "rollback" {

@@ -369,10 +369,12 @@ func removeFile(path string) error {
 	if err := boundary("remove", path); err != nil {
 		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
 	}
-	if err := os.Remove(path); errors.Is(err, fs.ErrNotExist) {
-		return nil
-	} else if err != nil {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
+	}
+	// One that is gone already may have been removed by a predecessor that was killed before the sync.
+	if _, err := os.Stat(filepath.Dir(path)); errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
 	return syncDir(filepath.Dir(path))
 }
@@ -542,8 +544,10 @@ func (d *dataDir) open() error {
 		}
 		d.id = strings.ToLower(rand.Text())
 		return writeFile(filepath.Join(d.path, "id"), []byte(d.id+"\n"))
+	} else if err != nil {
+		return err
 	}
-	return err
+	return syncFile(filepath.Join(d.path, "id")) // units will carry it
 }
 
 // readID reads DATA/id.
@@ -678,6 +682,16 @@ func (d *dataDir) saveRevision(rev *revision) error {
 	return writeRecord(base+".json", rev)
 }
 
+// syncRevision makes a revision that was found durable: a kill may have come between its rename and the
+// sync of its directory.
+func (d *dataDir) syncRevision(rev *revision) error {
+	base := d.serviceFile(rev.Service, "revisions", fmt.Sprint(rev.Generation))
+	if err := syncFile(base + ".container"); err != nil {
+		return err
+	}
+	return syncFile(base + ".json")
+}
+
 // revision reads a revision and its unit, and proves that they belong together.
 func (d *dataDir) revision(service string, generation int64) (*revision, error) {
 	base := d.serviceFile(service, "revisions", fmt.Sprint(generation))
@@ -711,6 +725,8 @@ func (d *dataDir) archive(service string, op *operation) error {
 		}
 	} else if err != nil {
 		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
+	} else if err := syncFile(path); err != nil { // found: maybe renamed and not synced before a kill
+		return err
 	}
 	if op.Key == "" {
 		return nil // told by the event log alone, after a restore
@@ -722,7 +738,7 @@ func (d *dataDir) archive(service string, op *operation) error {
 	} else if err != nil {
 		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
 	}
-	return nil
+	return syncFile(path)
 }
 
 func (d *dataDir) keyPath(service, key string) string {

@@ -28,8 +28,11 @@ func (s *service) watch(ctx context.Context) error {
 	}
 	var nextInstall, nextRetention, unreadySince time.Time
 	var known identity // whose address is asked without asking Podman again
-	alerted := false
+	alerted, lost := false, false
 	for {
+		if err := s.stale(); err != nil {
+			return err
+		}
 		if r := s.rec.Load(); r.active() != nil || r.Held != nil {
 			return nil
 		}
@@ -63,6 +66,16 @@ func (s *service) watch(ctx context.Context) error {
 		st, lookErr := s.watchUnit(ctx, rev)
 		if errors.Is(lookErr, errStorage) || ctx.Err() != nil {
 			return lookErr
+		}
+		if gone := lookErr == nil && st.LoadState == "not-found"; gone && !lost && s.rec.Load().Installed {
+			// A running instance runs on, but neither a crash nor a boot would start it again.
+			lost = true
+			s.alert("unit-lost", "unit", rev.Enrollment.Unit)
+			if err := s.tell("unit-lost", rev.Enrollment.Unit+" is not loaded any more: its file, or another one in its directory, cannot be read or is gone"); err != nil {
+				return err
+			}
+		} else if lookErr == nil && !gone {
+			lost = false
 		}
 		h, why := s.runtimeHealth(ctx, rev, cur.reference, st, lookErr, &known)
 		if ctx.Err() != nil {
@@ -407,7 +420,7 @@ func (s *service) unhold(ctx context.Context) error {
 	}
 	if h.StartedAt != nil {
 		// The start of the current revision was meant, and maybe made.
-		took, err := s.startedSince(ctx, rev, *h.StartedAt)
+		took, err := s.startedSince(ctx, rev, s.rec.Load().Watch.Before, *h.StartedAt)
 		if err != nil {
 			s.log.Warn("looking for the start after a hold", "err", err)
 			return s.wait(ctx, 5*time.Second)

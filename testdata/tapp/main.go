@@ -23,6 +23,7 @@
 //	CRASH=1               prints two lines to stdout and one to stderr and
 //	                      exits at once, with EXIT_CODE
 //	IGNORE_TERM=1         SIGTERM does nothing (otherwise: exit 0 at once)
+//	HANG=path             reads this file once it listens, whatever comes of it
 //	REDIRECT=url          /ready answers 302 to url
 //	STALE=1, VIA=1, XCACHE=1
 //	                      /ready answers as a cache would: with Age: 60,
@@ -31,6 +32,9 @@
 // "tapp poll URL" is the other side: a client that asks every 5 ms, on a new
 // connection each time, until its standard input ends. Then it prints the
 // longest time between two answers of 200 in a row, in milliseconds.
+//
+// "tapp wait DURATION" does nothing for that long and ends with status 0: a slow
+// health check.
 //
 // Durations are Go's: "1500ms", "3s". A value that does not parse is fatal
 // (exit status 2), so that a test with a slip in it does not pass by luck.
@@ -53,6 +57,14 @@ func main() {
 	log.SetFlags(0)
 	if len(os.Args) == 3 && os.Args[1] == "poll" {
 		poll(os.Args[2])
+		return
+	}
+	if len(os.Args) == 3 && os.Args[1] == "wait" {
+		d, err := time.ParseDuration(os.Args[2])
+		if err != nil {
+			fatal("wait: %v", err)
+		}
+		time.Sleep(d)
 		return
 	}
 	start := time.Now()
@@ -145,6 +157,13 @@ func main() {
 		fmt.Println("tapp", version, "asked to exit with", code)
 		os.Exit(code)
 	})
+
+	if path := os.Getenv("HANG"); path != "" {
+		go func() {
+			_, err := os.ReadFile(path)
+			fmt.Println("tapp", version, "has read", path, err)
+		}()
+	}
 
 	addr := ":" + strconv.Itoa(number("PORT", 8080))
 	fmt.Println("tapp", version, "listening on", addr)
