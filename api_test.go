@@ -275,7 +275,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		fsck("an unknown field", `{"repair":true}`, "repair")
 		fsck("null", `{"restore":null}`, "restore")
 		fsck("trailing data", `{"restore":"services/hello/service.json"}x`, "")
-		for _, name := range []string{"", ".", "/", "id", "service.json", "services/nobody/service.json", "services/hello/events.jsonl", "services/hello/service.json.prev", "services/hello/tokens.json",
+		for _, name := range []string{".", "/", "id", "service.json", "services/nobody/service.json", "services/hello/events.jsonl", "services/hello/service.json.prev", "services/hello/tokens.json",
 			"services/../services/hello/service.json", "services/hello/revisions/1.json", "../data/services/hello/service.json", "/etc/passwd", "services/hello/service.json\\u0000"} {
 			fsck(fmt.Sprintf("restoring %q", name), `{"restore":"`+name+`"}`, "restore")
 		}
@@ -474,8 +474,10 @@ func TestAPIAnswers(t *testing.T) {
 		if a := w.do("GET", "/v1/health", ""); a.status != 200 || !strings.Contains(a.body, `"status": "ok"`) {
 			t.Errorf("health: %d %s", a.status, a.body)
 		}
-		if a := w.do("POST", "/v1/fsck", ""); a.status != 200 || !strings.Contains(a.body, `"ok": true`) {
-			t.Errorf("fsck: %d %s", a.status, a.body)
+		for _, body := range []string{"", "{}", `{"restore":""}`} {
+			if a := w.do("POST", "/v1/fsck", body); a.status != 200 || !strings.Contains(a.body, `"ok": true`) {
+				t.Errorf("fsck %s: %d %s", body, a.status, a.body)
+			}
 		}
 		if a := w.do("GET", "/v1/version", ""); a.status != 200 || !strings.Contains(a.body, `"version"`) {
 			t.Errorf("version: %d %s", a.status, a.body)

@@ -192,7 +192,7 @@ func (d *dataDir) fsckService(service string) []finding {
 				bad(path, "%v", err)
 			case !op.State.terminal():
 				bad(path, "an archived operation is %s", op.State)
-			case op.Key != "":
+			case op.Key != "" && (r == nil || r.Operation == nil || r.Operation.ID != op.ID): // that one may just be being archived
 				if k, err := d.key(service, op.Key); err != nil || k.Operation != op.ID || k.State != op.State {
 					bad(d.keyPath(service, op.Key), "the key of operation %s does not name it", op.ID)
 				}
@@ -706,9 +706,6 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 		r.Body = io.NopCloser(bytes.NewReader(b))
 		if err := decode(r, &req, "restore"); err != nil {
 			return err
-		}
-		if req.Restore == "" {
-			return invalid("restore", "restore must name a record")
 		}
 	}
 	answer := wireFsck{}
