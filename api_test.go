@@ -268,6 +268,20 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("ending with a huge body", "POST", "/v1/operations/"+op.ID+"/rollback", strings.Repeat(" ", maxBody+1), 413, "invalid_request", "")
 		add("ending an unknown operation", "POST", "/v1/operations/"+noSuchID+"/rollback", "", 404, "not_found", "")
 
+		fsck := func(name, body string, field string) {
+			add("fsck: "+name, "POST", "/v1/fsck", body, 400, "invalid_request", field)
+		}
+		fsck("no JSON", "check", "")
+		fsck("an unknown field", `{"repair":true}`, "repair")
+		fsck("null", `{"restore":null}`, "restore")
+		fsck("trailing data", `{"restore":"services/hello/service.json"}x`, "")
+		for _, name := range []string{".", "/", "id", "service.json", "services/nobody/service.json", "services/hello/events.jsonl", "services/hello/service.json.prev", "services/hello/tokens.json",
+			"services/../services/hello/service.json", "services/hello/revisions/1.json", "../data/services/hello/service.json", "/etc/passwd", "services/hello/service.json\\u0000"} {
+			fsck(fmt.Sprintf("restoring %q", name), `{"restore":"`+name+`"}`, "restore")
+		}
+		fsck("restoring what is whole", `{"restore":"services/hello/service.json"}`, "restore")
+		add("fsck: huge body", "POST", "/v1/fsck", `{"restore":"`+strings.Repeat("x", maxBody)+`"}`, 413, "invalid_request", "")
+
 		for _, id := range []string{noSuchID, "x", strings.ToUpper(op.ID), op.ID + "0", "%2e%2e%2fservice", "..%2f..%2fid", "%00", op.ID + "%0a", "hello"} {
 			for _, suffix := range []string{"", "/log"} {
 				add("operation "+id+suffix, "GET", "/v1/operations/"+id+suffix, "", 404, "not_found", "")
@@ -301,7 +315,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		routes := map[string]string{
 			"/v1/deployments": "POST", "/v1/operations/" + op.ID: "GET, HEAD", "/v1/operations/" + op.ID + "/log": "GET, HEAD", "/v1/operations/" + op.ID + "/rollback": "POST",
 			"/v1/services": "GET, HEAD", "/v1/services/hello": "GET, HEAD", "/v1/services/hello/operations": "GET, HEAD", "/v1/services/hello/rollback": "POST",
-			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD",
+			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD",
 		}
 		for path, allow := range routes {
 			for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
@@ -459,6 +473,11 @@ func TestAPIAnswers(t *testing.T) {
 		}
 		if a := w.do("GET", "/v1/health", ""); a.status != 200 || !strings.Contains(a.body, `"status": "ok"`) {
 			t.Errorf("health: %d %s", a.status, a.body)
+		}
+		for _, body := range []string{"", "{}", `{"restore":""}`} {
+			if a := w.do("POST", "/v1/fsck", body); a.status != 200 || !strings.Contains(a.body, `"ok": true`) {
+				t.Errorf("fsck %s: %d %s", body, a.status, a.body)
+			}
 		}
 		if a := w.do("GET", "/v1/version", ""); a.status != 200 || !strings.Contains(a.body, `"version"`) {
 			t.Errorf("version: %d %s", a.status, a.body)

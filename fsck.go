@@ -89,6 +89,13 @@ func (d *dataDir) fsckService(service string) []finding {
 	if err == nil {
 		err = r.check()
 	}
+	if errors.Is(err, fs.ErrNotExist) {
+		// Enrolled, and never deployed: there is nothing yet.
+		left, _ := filepath.Glob(filepath.Join(dir, "*", "*.json"))
+		if st, err := os.Stat(filepath.Join(dir, "events.jsonl")); len(left) == 0 && (err != nil || st.Size() == 0) {
+			return nil
+		}
+	}
 	if err != nil {
 		bad(main, "%v", err)
 		r = nil
@@ -185,7 +192,7 @@ func (d *dataDir) fsckService(service string) []finding {
 				bad(path, "%v", err)
 			case !op.State.terminal():
 				bad(path, "an archived operation is %s", op.State)
-			case op.Key != "":
+			case op.Key != "" && (r == nil || r.Operation == nil || r.Operation.ID != op.ID): // that one may just be being archived
 				if k, err := d.key(service, op.Key); err != nil || k.Operation != op.ID || k.State != op.State {
 					bad(d.keyPath(service, op.Key), "the key of operation %s does not name it", op.ID)
 				}
@@ -690,9 +697,9 @@ func (d *daemon) lockService(name string) (unlock func()) {
 
 // postFsck checks every record, and puts one back if it is named.
 func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
-	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	b, err := readBody(r)
 	if err != nil {
-		return invalid("", "the body could not be read")
+		return err
 	}
 	var req fsckRequest
 	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {

@@ -1238,8 +1238,8 @@ func TestRetentionProblemsAreSaidBeforeTheyMatter(t *testing.T) { // G3, G8
 			t.Fatalf("problems %+v", w.s.view(true).Rollback.Problems)
 		}
 		blob := filepath.Join(w.s.images(), "blobs", "sha256", strings.TrimPrefix(first.Candidate.ConfigID, "sha256:"))
+		w.set(func() { w.h.registryDown = true }) // first: a look in between would fetch it again
 		must(t, os.WriteFile(blob, []byte("damaged"), 0o600))
-		w.set(func() { w.h.registryDown = true })
 		time.Sleep(2 * retentionInterval)
 		v := w.s.view(true)
 		if v.Rollback.Ready || len(v.Rollback.Problems) != 1 || v.Rollback.Problems[0].Code != "image_damaged" {
