@@ -153,7 +153,11 @@ func (w *world) killAt(name string, n int, applied bool) {
 
 // revive waits for the kill and starts Toad again.
 func (w *world) revive() {
-	<-w.died
+	select {
+	case <-w.died:
+	case <-time.After(24 * time.Hour):
+		w.t.Fatal("Toad was not killed within a day")
+	}
 	w.stop()
 	w.onMutation(nil)
 	w.start()
@@ -323,7 +327,7 @@ func (p policed) Stop(ctx context.Context, name string) error {
 	}
 	r := p.onDisk()
 	o := r.Operation
-	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation || o.State == promoted)
+	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation) || r.active() == nil && r.Current != nil && !r.Installed
 	if !ok {
 		p.t.Errorf("I4: stop without a durable intent: state %v", o)
 	}
@@ -340,7 +344,7 @@ func (p policed) Start(ctx context.Context, name string) error {
 	case r.Held != nil && r.Held.StartedAt != nil:
 	case o == nil:
 		p.t.Error("I4: start without an operation")
-	case o.State == promoted && !r.Installed:
+	case r.active() == nil && r.Current != nil && !r.Installed:
 	case o.Step != stepStart || o.State.terminal():
 		p.t.Errorf("I4: start without a durable intent: state %s, step %s", o.State, o.Step)
 	}

@@ -106,7 +106,7 @@ type promotedRevision struct {
 // probe.go has its arithmetic.
 type restarts struct {
 	Count      int    `json:"count"`
-	Before     string `json:"before"`     // the invocation before Toad's own start: no other one is a restart yet
+	Before     string `json:"before"`     // the invocation before the last one seen, or before Toad's own start: not seen again
 	Invocation string `json:"invocation"` // the last one seen
 	NRestarts  uint32 `json:"n_restarts"` // systemd's counter as last seen
 	Pending    bool   `json:"pending"`    // the last restart counted was scheduled and not seen to run yet
