@@ -386,3 +386,17 @@ func TestCountingRestarts(t *testing.T) {
 		})
 	}
 }
+
+// The wall clock goes back: what Podman's log has of earlier instances is no restart of this one.
+func TestEarlierStartsAreNoRestarts(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		w.promote("v2")
+		w.set(func() { w.h.wallOffset = -time.Hour })
+		op := w.await(w.submit(w.push("v3", app{})).ID)
+		w.expect(op, promoted, "")
+		if op.Restarts.Count != 0 {
+			t.Errorf("%d restarts", op.Restarts.Count)
+		}
+	})
+}

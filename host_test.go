@@ -524,6 +524,10 @@ func (h *fakeHost) reap(name string) {
 func (h *fakeHost) restartByHand(name string) {
 	h.mu.Lock()
 	u := h.unit(name)
+	if u.text == "" || u.active != "active" {
+		h.mu.Unlock()
+		return
+	}
 	if u.container != nil {
 		delete(h.containers, u.container.ID)
 		u.container, u.mainPID = nil, 0

@@ -535,12 +535,20 @@ func (s *service) start(ctx context.Context, rev *revision) error {
 	if s.signals != nil {
 		s.signals.take()
 	}
+	// If the wall clock went back, Podman's log has starts of earlier instances after this one's begin.
+	now, before := s.now(), 0
+	if s.op().StartedAt == nil {
+		var err error
+		if before, err = s.host.containers.Starts(ctx, rev.Container, now); err != nil {
+			s.log.Warn("asking Podman for earlier starts", "err", err)
+		}
+	}
 	if err := s.intend(stepStart, func(r *record) {
-		op, now := r.Operation, s.now()
+		op := r.Operation
 		if op.State == rollingBack || op.StartedAt == nil {
 			op.StartedAt = &now
 		}
-		op.Starts++
+		op.Starts += 1 + before
 		op.Boot = boot
 		op.Restarts = restarts{Count: op.Restarts.Count, Before: st.InvocationID}
 		if op.State == rollingBack && op.RollbackDeadline == nil {

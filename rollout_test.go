@@ -44,7 +44,7 @@ func testEnrollment(service string) enrolled {
 // world is one service on the in-memory host, in a synctest bubble. Every write of its record and every
 // mutation of the host is checked against the invariants.
 type world struct {
-	t      *testing.T
+	t      testing.TB
 	h      *fakeHost
 	en     enrolled
 	enErr  error
@@ -59,14 +59,22 @@ type world struct {
 	dead  bool                          // Toad was killed: nothing of this incarnation acts any more
 	died  chan struct{}                 // closed when it is
 
+	// of the exploration
+	up        bool
+	accepted  []string
+	countdown int
+	variant   string
+	pick      func(name string) bool
+	seen      func(name string)
+
 	mu     sync.Mutex // guards last
 	last   *record
 	starts map[string]int // starts of the target, by operation in rolling_back and boot
 }
 
-func newWorld(t *testing.T) *world { return newWorldOn(t, newFakeHost(t), "hello") }
+func newWorld(t testing.TB) *world { return newWorldOn(t, newFakeHost(t), "hello") }
 
-func newWorldOn(t *testing.T, h *fakeHost, service string) *world {
+func newWorldOn(t testing.TB, h *fakeHost, service string) *world {
 	w := &world{t: t, h: h, en: testEnrollment(service), dir: filepath.Join(t.TempDir(), "data"), starts: map[string]int{}}
 	must(t, os.Mkdir(w.dir, 0o700))
 	h.data = w.dir
