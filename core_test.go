@@ -1,9 +1,14 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -106,9 +111,20 @@ func TestWallClockWentBackInEveryState(t *testing.T) {
 				if st == rollingBack {
 					a.exitAfter = time.Second
 				}
+				w.set(func() {
+					w.spoil = func(step, path string) error { // at the commit after the state's own
+						w.mu.Lock()
+						defer w.mu.Unlock()
+						if step == "keep" && w.last.Operation.State == st {
+							return w.kill()
+						}
+						return nil
+					}
+				})
 				op := w.submit(w.push("v2", a))
-				w.awaitState(op.ID, st)
+				<-w.died
 				w.stop()
+				w.set(func() { w.spoil = nil })
 				w.h.reboot()
 				w.set(func() { w.h.kernelBoot, w.h.wallOffset = "boot-2", -24*time.Hour })
 				w.start()
@@ -122,4 +138,265 @@ func TestWallClockWentBackInEveryState(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The Quadlet directory refuses every write: that is the host's failure, and the operation ends.
+func TestQuadletDirectoryRefusesWrites(t *testing.T) {
+	for _, first := range []bool{true, false} {
+		t.Run(fmt.Sprintf("first=%v", first), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				if !first {
+					w.promote("v1")
+				}
+				op := w.submit(w.push("v2", app{readyAfter: -1}))
+				if !first {
+					w.awaitState(op.ID, inProbation)
+				}
+				w.set(func() {
+					w.spoil = func(step, path string) error {
+						if strings.HasPrefix(path, w.h.quadlets) && step != "syncdir" {
+							return errors.New("read-only file system")
+						}
+						return nil
+					}
+				})
+				code := "no_rollback_target"
+				if !first {
+					code = "rollback_failed"
+				}
+				w.expect(w.await(op.ID), hasFailed, code)
+				if w.s.usable() != nil {
+					t.Error("the records are said to be unusable")
+				}
+				w.set(func() { w.spoil = nil })
+				w.expect(w.await(w.submit(w.push("v3", app{})).ID), promoted, "")
+			})
+		})
+	}
+}
+
+// Restarts by hand while Toad was away, and Podman does not answer at first: they are not missed.
+func TestRestartsWhileToadIsDownAndPodmanHangs(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		op := w.submit(w.push("v2", app{readyAfter: time.Second}))
+		w.awaitThat(op.ID, func(op *operation) bool { return op.FirstReady != nil })
+		w.stop()
+		for range 3 {
+			w.h.restartByHand("hello.service")
+			time.Sleep(2 * time.Second)
+		}
+		w.set(func() { w.h.podmanHangs = true })
+		w.start()
+		time.Sleep(5 * time.Second)
+		w.set(func() { w.h.podmanHangs = false })
+		w.expect(w.await(op.ID), rolledBack, "restart_budget")
+	})
+}
+
+// Toad was away from the begin of the activation to past the deadline: the old instance is not stopped
+// for nothing.
+func TestDeadlinePassedBeforeTheStop(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.set(func() {
+			w.spoil = func(step, path string) error {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				if o := w.last.Operation; step == "keep" && o.State == activating && o.Step == "" {
+					return w.kill()
+				}
+				return nil
+			}
+			w.h.mutations = nil
+		})
+		op := w.submit(w.push("v2", app{}))
+		<-w.died
+		w.stop()
+		w.set(func() { w.spoil = nil })
+		time.Sleep(time.Hour)
+		w.start()
+		w.expect(w.await(op.ID), hasFailed, "startup_deadline")
+		w.expectRuns(first.Candidate.Image)
+		if slices.Contains(w.h.mutations, "stop hello.service") {
+			t.Error("the old instance was stopped")
+		}
+	})
+}
+
+// Killed between the intent of the start after a boot and the start: it is made.
+func TestKilledBeforeTheStartAfterABoot(t *testing.T) {
+	for _, applied := range []bool{false, true} {
+		t.Run(fmt.Sprintf("applied=%v", applied), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.promote("v1")
+				op := w.submit(w.push("v2", app{readyAfter: time.Second}))
+				w.awaitThat(op.ID, func(op *operation) bool { return op.FirstReady != nil })
+				w.stop()
+				w.h.reboot()
+				w.killAt("start hello.service", 1, applied)
+				w.start()
+				w.revive()
+				op = w.await(op.ID)
+				w.expect(op, promoted, "")
+				if op.Restarts.Count != 0 {
+					t.Errorf("%d restarts", op.Restarts.Count)
+				}
+			})
+		})
+	}
+}
+
+// The manager does not answer for a moment in the middle of an activation and of a rollback.
+func TestHostDoesNotAnswerForAMoment(t *testing.T) {
+	for _, kill := range []bool{false, true} {
+		t.Run(fmt.Sprintf("killed=%v", kill), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				first := w.promote("v1")
+				hang := func() {
+					w.set(func() { w.h.managerHangs = true })
+					time.AfterFunc(15*time.Second, func() { w.set(func() { w.h.managerHangs = false }) })
+				}
+				hung := map[state]bool{}
+				w.onMutation(func(name string) (bool, error) {
+					st := w.s.op().State
+					if name == "reload" && !hung[st] {
+						hung[st] = true
+						hang()
+					}
+					if name == "start hello.service" && kill && st == rollingBack {
+						hang()
+						return true, w.kill()
+					}
+					return true, nil
+				})
+				op := w.submit(w.push("v2", app{exitAfter: time.Second}))
+				if kill {
+					w.revive()
+				}
+				w.expect(w.await(op.ID), rolledBack, "restart_budget")
+				w.expectRuns(first.Candidate.Image)
+			})
+		})
+	}
+}
+
+// A boot between the promotion and its unit, and a submission that fails before the promotion could be
+// finished: the current revision is started all the same.
+func TestInstallAfterABootAndAFailedOperation(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		image := w.push("v1", app{})
+		w.set(func() {
+			w.spoil = func(step, path string) error {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				if w.last != nil && w.last.Operation.State == promoted && step == "append" {
+					return w.kill()
+				}
+				return nil
+			}
+		})
+		w.submit(image)
+		<-w.died
+		w.stop()
+		w.h.reboot()
+		w.set(func() {
+			w.h.managerHangs = true // the promotion cannot be finished yet
+			w.spoil = nil
+			w.en.FetchDeadline = duration(5 * time.Second)
+			w.h.registryDown = true
+		})
+		w.start()
+		op := w.submit(w.push("v2", app{}))
+		if op = w.await(op.ID); op.State != hasFailed {
+			t.Fatalf("it ended %s", op.State)
+		}
+		w.set(func() { w.h.managerHangs = false })
+		w.until("installed", func(r *record) bool { return r.Installed })
+		time.Sleep(time.Second)
+		w.expectRuns(image)
+	})
+}
+
+// A submission does not wait for the slow cycle's own repairs.
+func TestRetentionGivesWayToASubmission(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.promote("v2")
+		fetch := w.s.host.fetch
+		var hung atomic.Bool
+		w.s.host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
+			if image == first.Candidate.Image && hung.CompareAndSwap(false, true) {
+				<-ctx.Done()
+				return imageInfo{}, failed("fetch_failed", ctx.Err(), digestOf(image), "no answer")
+			}
+			return fetch(ctx, dir, image, limit)
+		}
+		blob := filepath.Join(w.s.images(), "blobs", "sha256", strings.TrimPrefix(first.Candidate.ConfigID, "sha256:"))
+		must(t, os.Remove(blob))
+		end := time.Now().Add(2 * retentionInterval)
+		for !hung.Load() && time.Now().Before(end) {
+			time.Sleep(time.Second)
+		}
+		begun := time.Now()
+		w.expect(w.await(w.submit(w.push("v3", app{})).ID), promoted, "")
+		if d := time.Since(begun); d > 35*time.Second {
+			t.Errorf("promoted after %s", d)
+		}
+		if slices.Contains(w.eventTypes(), "retention-lost") {
+			t.Error("what was not asked to its end is told as lost")
+		}
+	})
+}
+
+func TestCountingRestarts(t *testing.T) {
+	at := func(invocation, active, sub string, n uint32) unitStatus {
+		return unitStatus{InvocationID: invocation, ActiveState: active, SubState: sub, NRestarts: n}
+	}
+	running := func(invocation string, n uint32) unitStatus { return at(invocation, "active", "running", n) }
+	queued := func(invocation string, n uint32) unitStatus {
+		return at(invocation, "activating", "auto-restart-queued", n)
+	}
+	for _, tt := range []struct {
+		name string
+		seen []unitStatus
+		want int
+	}{
+		{"none", []unitStatus{running("a", 0), running("a", 0)}, 0},
+		{"scheduled and run", []unitStatus{running("a", 0), queued("a", 1), running("b", 1)}, 1},
+		{"only its end is seen", []unitStatus{running("a", 0), running("b", 1)}, 1},
+		{"by hand", []unitStatus{running("a", 0), running("b", 0)}, 1},
+		{"by hand, inactive in between", []unitStatus{running("a", 0), at("a", "inactive", "dead", 0), at("b", "inactive", "dead", 0), running("b", 0)}, 1},
+		{"scheduled, then by hand", []unitStatus{running("a", 0), queued("a", 1), running("b", 1), running("c", 0)}, 2},
+		{"the new invocation under the old state", []unitStatus{running("a", 0), queued("a", 1), queued("b", 1), running("b", 1), running("c", 0)}, 2},
+		{"a look overtaken by a restart by hand", []unitStatus{running("a", 0), running("b", 0), running("a", 0), running("b", 0)}, 1},
+		{"a look overtaken by a scheduled restart", []unitStatus{running("a", 0), queued("a", 1), running("a", 0), running("b", 1)}, 1},
+		{"a look overtaken by a whole restart", []unitStatus{running("a", 0), queued("a", 1), running("b", 1), running("a", 0), running("b", 1)}, 1},
+		{"counter reset", []unitStatus{running("a", 3), running("a", 0), queued("a", 1), running("b", 1)}, 4},
+		{"the old instance's own end", []unitStatus{running("old", 0), running("a", 0)}, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r := restarts{Before: "old"}
+			for _, u := range tt.seen {
+				r = r.add(u)
+			}
+			if r.Count != tt.want {
+				t.Errorf("%d restarts, want %d", r.Count, tt.want)
+			}
+		})
+	}
+}
+
+// The wall clock goes back: what Podman's log has of earlier instances is no restart of this one.
+func TestEarlierStartsAreNoRestarts(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		w.promote("v2")
+		w.set(func() { w.h.wallOffset = -time.Hour })
+		op := w.await(w.submit(w.push("v3", app{})).ID)
+		w.expect(op, promoted, "")
+		if op.Restarts.Count != 0 {
+			t.Errorf("%d restarts", op.Restarts.Count)
+		}
+	})
 }

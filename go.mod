@@ -47,5 +47,6 @@ require (
 	golang.org/x/sync v0.22.0 // indirect
 	golang.org/x/term v0.45.0 // indirect
 	golang.org/x/tools v0.49.0 // indirect
+	pgregory.net/rapid v1.3.0 // indirect
 	tags.cncf.io/container-device-interface v1.0.1 // indirect
 )

@@ -388,7 +388,7 @@ func (h *fakeHost) run(u *hostUnit) {
 			ID: fmt.Sprintf("%064x", h.next()), Name: name, Status: "running", ConmonPID: uint32(h.next()), ImageName: image, ImageID: id, Unit: u.name,
 			Labels: labelsOf(u.text), StartedAt: time.Now(), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
 		h.containers[c.ID] = c
-		h.starts = append(h.starts, fakeStart{name, time.Now()})
+		h.starts = append(h.starts, fakeStart{name, time.Now().Add(h.wallOffset)})
 		u.container, u.mainPID, u.job, u.begun = c, c.ConmonPID, 0, time.Now()
 		h.set(u, "active", "running")
 		h.singleton()
@@ -523,6 +523,10 @@ func (h *fakeHost) reap(name string) {
 func (h *fakeHost) restartByHand(name string) {
 	h.mu.Lock()
 	u := h.unit(name)
+	if u.text == "" || u.active != "active" {
+		h.mu.Unlock()
+		return
+	}
 	if u.container != nil {
 		delete(h.containers, u.container.ID)
 		u.container, u.mainPID = nil, 0

@@ -136,10 +136,12 @@ func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, 
 
 // imageForStart loads the image of a unit that is starting if somebody took it from Podman since: its
 // next try then finds it.
-func (s *service) imageForStart(ctx context.Context, st unitStatus, ref reference) {
+func (s *service) imageForStart(ctx context.Context, d *deadline, st unitStatus, ref reference) {
 	if st.ActiveState != "activating" {
 		return
 	}
+	ctx, cancel := context.WithTimeout(ctx, s.left(d))
+	defer cancel()
 	if loaded, err := s.ensureImage(ctx, ref); err != nil {
 		s.log.Warn("loading the image for a start", "err", err)
 	} else if loaded {
@@ -299,8 +301,13 @@ func (s *service) stopAndConfirm(ctx context.Context, rev *revision, dl *deadlin
 		if left <= 0 && !first {
 			return failed("termination_unconfirmed", remains, time.Duration(rev.Enrollment.StopDeadline), remains.Error())
 		}
-		// One look is made even when the deadline passed while Toad was away: it may well be gone.
-		actx, cancel := context.WithTimeout(ctx, max(left, time.Second))
+		// One look is made even when the deadline passed while Toad was away: it may well be gone, and
+		// Podman's service has to wake up to say so.
+		atLeast := time.Second
+		if first {
+			atLeast = 10 * time.Second
+		}
+		actx, cancel := context.WithTimeout(ctx, max(left, atLeast))
 		st, err := s.host.units.Unit(actx, unit)
 		switch {
 		case err != nil:
@@ -405,15 +412,18 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 	}
 	path := s.unitPath(rev.Enrollment.Unit)
 	if err := makeDir(filepath.Dir(path)); err != nil {
-		return err
+		return notWritten(err)
 	}
 	old, err := os.ReadFile(path)
 	if changed := err != nil || string(old) != string(form); changed {
 		if err := replaceUnit(path, form); err != nil {
-			return err
+			return notWritten(err)
 		}
 	} else if err := syncFile(path); err != nil { // found so: maybe not durable yet
-		return err
+		return notWritten(err)
+	}
+	if err := syncDir(filepath.Dir(filepath.Dir(path))); err != nil { // its directory may have been found, too
+		return notWritten(err)
 	}
 	if err := s.host.units.Reload(ctx); err != nil {
 		return fmt.Errorf("reloading: %w", err)
@@ -437,6 +447,11 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 	}
 	s.say("unit_written", rev.Generation)
 	return nil
+}
+
+// notWritten is a failure of the Quadlet directory: the host's, and no reason to doubt the records.
+func notWritten(err error) error {
+	return failed("interrupted", errors.New(err.Error()), "its unit could not be written or removed on the host")
 }
 
 // replaceUnit writes a unit file, readable by the generator. On a full Quadlet directory the previous
@@ -514,8 +529,8 @@ func (s *service) removeUnit(ctx context.Context, rev *revision) error {
 	}
 	path := s.unitPath(rev.Enrollment.Unit)
 	for _, p := range []string{path, path + ".prev"} {
-		if err := removeFile(p); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
+		if err := removeFile(p); err != nil {
+			return notWritten(err)
 		}
 	}
 	var err error

@@ -228,12 +228,18 @@ func (r restarts) add(u unitStatus) restarts {
 			return r // Toad's own start has not run yet
 		}
 		r.Count += int(u.NRestarts) // the first sight of it comes late
+	case u.InvocationID == r.Before:
+		return r // a look that a signal overtook
 	case u.InvocationID == r.Invocation:
-		if u.NRestarts > r.NRestarts {
+		switch {
+		case u.NRestarts > r.NRestarts:
 			r.Count += int(u.NRestarts - r.NRestarts)
-			r.Pending = true
+			r.NRestarts, r.Pending = u.NRestarts, true
+		case !r.Pending: // less: somebody reset it
+			r.NRestarts = u.NRestarts
+		case u.NRestarts == r.NRestarts && (u.ActiveState == "active" || strings.HasPrefix(u.SubState, "start")):
+			r.Pending = false // it runs
 		}
-		r.NRestarts = u.NRestarts
 		return r
 	case u.NRestarts > r.NRestarts:
 		r.Count += int(u.NRestarts - r.NRestarts)
@@ -246,6 +252,9 @@ func (r restarts) add(u unitStatus) restarts {
 		if r.Pending {
 			r.Count--
 		}
+	}
+	if r.Invocation != "" {
+		r.Before = r.Invocation
 	}
 	r.Invocation, r.NRestarts = u.InvocationID, u.NRestarts
 	r.Pending = strings.HasPrefix(u.SubState, "auto-restart-queued")

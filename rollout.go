@@ -333,7 +333,7 @@ func (s *service) insist(ctx context.Context, d *deadline, do func() error) erro
 	for said := false; ; said = true {
 		err := do()
 		var c *codedError
-		if err == nil || errors.As(err, &c) || s.undecided(ctx, err) || s.left(d) <= 0 || s.op().RollbackRequested {
+		if err == nil || errors.As(err, &c) || s.undecided(ctx, err) || s.left(d) <= 0 || s.op().RollbackRequested && s.op().State != rollingBack {
 			return err
 		}
 		s.log.Warn("the host does not answer", "err", err)
@@ -462,7 +462,7 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	}
 	if s.op().Step == "" {
 		if err := s.ended(rev, "it was not started yet"); err != nil {
-			return err
+			return err // nothing was touched, and there is no sense in beginning now
 		}
 		if s.left(s.op().StopDeadline) <= 0 {
 			return failed("interrupted", nil, "the stop deadline passed before the stop was asked for")
@@ -485,7 +485,9 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	}
 	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
 	defer cancel()
-	err := s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	err := s.insist(sctx, s.op().RolloutDeadline, func() error {
+		return s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	})
 	if err == nil {
 		err = s.start(sctx, rev)
 	}
@@ -517,23 +519,40 @@ func (s *service) ended(rev *revision, last string) error {
 // start persists the intent and lets systemd take the job. What becomes of it is seen by looking.
 func (s *service) start(ctx context.Context, rev *revision) error {
 	unit := serviceName(rev.Enrollment.Unit)
-	st, err := s.host.units.Unit(ctx, unit)
-	if err != nil {
-		return err
-	}
-	boot, err := s.bootNow(ctx)
-	if err != nil {
-		return err
+	var st unitStatus
+	var boot string
+	for try := 1; ; try++ { // a host that does not answer for a moment is no reason to give up here
+		var err error
+		if st, err = s.host.units.Unit(ctx, unit); err == nil {
+			boot, err = s.bootNow(ctx)
+		}
+		if err == nil {
+			break
+		}
+		if try == 5 || s.undecided(ctx, err) {
+			return err
+		}
+		if err := s.wait(ctx, time.Second); err != nil {
+			return err
+		}
 	}
 	if s.signals != nil {
 		s.signals.take()
 	}
+	// If the wall clock went back, Podman's log has starts of earlier instances after this one's begin.
+	now, before := s.now(), 0
+	if s.op().StartedAt == nil {
+		var err error
+		if before, err = s.host.containers.Starts(ctx, rev.Container, now); err != nil {
+			s.log.Warn("asking Podman for earlier starts", "err", err)
+		}
+	}
 	if err := s.intend(stepStart, func(r *record) {
-		op, now := r.Operation, s.now()
+		op := r.Operation
 		if op.State == rollingBack || op.StartedAt == nil {
 			op.StartedAt = &now
 		}
-		op.Starts++
+		op.Starts += 1 + before
 		op.Boot = boot
 		op.Restarts = restarts{Count: op.Restarts.Count, Before: st.InvocationID}
 		if op.State == rollingBack && op.RollbackDeadline == nil {
@@ -582,6 +601,8 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 	last, said, saidAt := "it was not asked yet", "", time.Time{}
 	asked := false      // Podman was asked for starts that were missed while Toad was away
 	reconciled := false // the candidate was started in this boot
+	// A start after a boot was meant and not seen: whether it was made, the host knows.
+	meant := s.op().Step == stepStart && s.op().Restarts.Invocation == ""
 	for {
 		begun := time.Now()
 		if err := s.ended(rev, last); err != nil {
@@ -590,7 +611,8 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 		next := begun.Add(interval)
 		st, err := s.look(ctx, rev, unit)
 		if err == nil && !asked {
-			asked, err = true, s.missedStarts(ctx, rev)
+			err = s.missedStarts(ctx, rev)
+			asked = err == nil
 		}
 		if err == nil {
 			if err = s.ended(rev, last); err != nil {
@@ -605,6 +627,18 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 				}
 				w.reset()
 				continue
+			}
+			if err == nil && meant {
+				var took bool
+				if took, err = s.startedSince(ctx, rev, s.op().Restarts.Before, s.op().UpdatedAt); err == nil && !took {
+					if err := s.startAfterBoot(ctx, rev); err != nil {
+						return err
+					}
+					w.reset()
+					meant = false
+					continue
+				}
+				meant = meant && err != nil
 			}
 			reconciled = err == nil
 		}
@@ -639,7 +673,7 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 			s.setReadyFor(w.readyFor())
 			if !o.ready() {
 				last = o.reason
-				s.imageForStart(ctx, o.status, s.op().Candidate)
+				s.imageForStart(ctx, s.op().RolloutDeadline, o.status, s.op().Candidate)
 				if o.reason != said || time.Since(saidAt) > 30*time.Second {
 					said, saidAt = o.reason, time.Now()
 					s.say("not_ready", o.reason)
@@ -752,7 +786,9 @@ func (s *service) startAfterBoot(ctx context.Context, rev *revision) error {
 	s.say("boot")
 	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
 	defer cancel()
-	err := s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	err := s.insist(sctx, s.op().RolloutDeadline, func() error {
+		return s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
+	})
 	if err == nil {
 		err = s.start(sctx, rev)
 	}
@@ -828,14 +864,15 @@ func (s *service) promote(ctx context.Context, rev *revision, w *window) (bool, 
 	if err := s.advance(promoting, nil); err != nil {
 		return false, err
 	}
-	_, err := s.look(ctx, rev, serviceName(rev.Enrollment.Unit))
-	if err == nil {
+	var o observation
+	var err error
+	for try := 1; try == 1 || errors.Is(err, errChanged) && try <= 5; try++ { // what changed may be nothing of its identity
+		if _, err = s.look(ctx, rev, serviceName(rev.Enrollment.Unit)); err != nil {
+			break
+		}
 		if err := s.ended(rev, "ready, and about to be promoted"); err != nil {
 			return false, err
 		}
-	}
-	var o observation
-	if err == nil {
 		o, err = s.observe(ctx, rev)
 	}
 	if ctx.Err() != nil || errors.Is(err, errStorage) {
@@ -891,10 +928,8 @@ func (s *service) promote(ctx context.Context, rev *revision, w *window) (bool, 
 func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 	op := s.op()
 	if op.Previous == nil {
-		if op.Step != stepWrite {
-			if err := s.stopCandidate(ctx, cand); err != nil {
-				return s.heldIf(err), err
-			}
+		if err := s.stopCandidate(ctx, cand); err != nil {
+			return s.heldIf(err), err
 		}
 		if err := s.intend(stepWrite, nil); err != nil {
 			return nil, err
@@ -932,12 +967,22 @@ func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 	started := op.Step == stepVerify
 	if op.Step == stepStart {
 		// The start may have been made; it is made again only if a boot undid it.
-		if started, err = s.tookStart(ctx, rev); err != nil {
+		if err := s.insist(ctx, op.RollbackDeadline, func() (err error) {
+			started, err = s.tookStart(ctx, rev)
+			return err
+		}); err != nil {
 			return broken(err, "the host does not answer")
 		}
 	}
 	if op.Step == stepVerify {
-		if boot, err := s.bootNow(ctx); err == nil && boot != op.Boot {
+		var boot string
+		if err := s.insist(ctx, op.RollbackDeadline, func() (err error) {
+			boot, err = s.bootNow(ctx)
+			return err
+		}); err != nil {
+			return broken(err, "the host does not answer")
+		}
+		if boot != op.Boot {
 			started = s.runs(ctx, rev, t) // booted with [Install]: it is there, or may be started again
 		}
 	}
@@ -1077,7 +1122,7 @@ func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (st
 		}
 		if o.reason != "" {
 			last = o.reason
-			s.imageForStart(ctx, o.status, t)
+			s.imageForStart(ctx, s.op().RollbackDeadline, o.status, t)
 		}
 		if err := s.wait(ctx, min(left, time.Duration(rev.Enrollment.Readiness.Interval))); err != nil {
 			return "", err

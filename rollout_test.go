@@ -44,7 +44,7 @@ func testEnrollment(service string) enrolled {
 // world is one service on the in-memory host, in a synctest bubble. Every write of its record and every
 // mutation of the host is checked against the invariants.
 type world struct {
-	t      *testing.T
+	t      testing.TB
 	h      *fakeHost
 	en     enrolled
 	enErr  error
@@ -59,14 +59,22 @@ type world struct {
 	dead  bool                          // Toad was killed: nothing of this incarnation acts any more
 	died  chan struct{}                 // closed when it is
 
+	// of the exploration
+	up        bool
+	accepted  []string
+	countdown int
+	variant   string
+	pick      func(name string) bool
+	seen      func(name string)
+
 	mu     sync.Mutex // guards last
 	last   *record
 	starts map[string]int // starts of the target, by operation in rolling_back and boot
 }
 
-func newWorld(t *testing.T) *world { return newWorldOn(t, newFakeHost(t), "hello") }
+func newWorld(t testing.TB) *world { return newWorldOn(t, newFakeHost(t), "hello") }
 
-func newWorldOn(t *testing.T, h *fakeHost, service string) *world {
+func newWorldOn(t testing.TB, h *fakeHost, service string) *world {
 	w := &world{t: t, h: h, en: testEnrollment(service), dir: filepath.Join(t.TempDir(), "data"), starts: map[string]int{}}
 	must(t, os.Mkdir(w.dir, 0o700))
 	h.data = w.dir
@@ -153,7 +161,11 @@ func (w *world) killAt(name string, n int, applied bool) {
 
 // revive waits for the kill and starts Toad again.
 func (w *world) revive() {
-	<-w.died
+	select {
+	case <-w.died:
+	case <-time.After(24 * time.Hour):
+		w.t.Fatal("Toad was not killed within a day")
+	}
 	w.stop()
 	w.onMutation(nil)
 	w.start()
@@ -323,7 +335,7 @@ func (p policed) Stop(ctx context.Context, name string) error {
 	}
 	r := p.onDisk()
 	o := r.Operation
-	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation || o.State == promoted)
+	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation) || r.active() == nil && r.Current != nil && !r.Installed
 	if !ok {
 		p.t.Errorf("I4: stop without a durable intent: state %v", o)
 	}
@@ -340,7 +352,7 @@ func (p policed) Start(ctx context.Context, name string) error {
 	case r.Held != nil && r.Held.StartedAt != nil:
 	case o == nil:
 		p.t.Error("I4: start without an operation")
-	case o.State == promoted && !r.Installed:
+	case r.active() == nil && r.Current != nil && !r.Installed:
 	case o.Step != stepStart || o.State.terminal():
 		p.t.Errorf("I4: start without a durable intent: state %s, step %s", o.State, o.Step)
 	}

@@ -37,6 +37,9 @@ type host struct {
 // errRequested ends a step because a rollback of the operation was requested.
 var errRequested = errors.New("rollback requested")
 
+// errSubmitted ends what is done only while there is nothing to roll out.
+var errSubmitted = errors.New("an operation was accepted")
+
 // service is one enrolled service: the single writer of its record, its unit and its instance.
 type service struct {
 	// never changes
@@ -556,6 +559,9 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil
 	}, event{Type: "deploy", Operation: o.ID, Actor: sub.actor, Detail: image}); err != nil {
 		return nil, false, s.unavailable(err) // whether it was accepted is on the disk
+	}
+	if s.cancelStep != nil { // what is done while idle
+		s.cancelStep(errSubmitted)
 	}
 	code := "accepted"
 	if kind == "rollback" {

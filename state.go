@@ -108,7 +108,7 @@ type promotedRevision struct {
 // probe.go has its arithmetic.
 type restarts struct {
 	Count      int    `json:"count"`
-	Before     string `json:"before"`     // the invocation before Toad's own start: no other one is a restart yet
+	Before     string `json:"before"`     // the invocation before the last one seen, or before Toad's own start: not seen again
 	Invocation string `json:"invocation"` // the last one seen
 	NRestarts  uint32 `json:"n_restarts"` // systemd's counter as last seen
 	Pending    bool   `json:"pending"`    // the last restart counted was scheduled and not seen to run yet
@@ -147,7 +147,7 @@ type operation struct {
 	RollbackDeadline *deadline `json:"rollback_deadline"`
 
 	StartedAt  *time.Time `json:"started_at"` // before Toad's first start of the candidate, or of the target
-	Starts     int        `json:"starts"`     // how often Toad itself meant to start it
+	Starts     int        `json:"starts"`     // how often Toad itself meant to start it, and what Podman's log has of earlier instances
 	Boot       string     `json:"boot"`       // the boot of Toad's last start
 	Restarts   restarts   `json:"restarts"`
 	WasActive  bool       `json:"was_active"` // an invocation of the candidate was active once

@@ -58,9 +58,13 @@ func (s *service) watch(ctx context.Context) error {
 		}
 		if !time.Now().Before(nextRetention) {
 			nextRetention = time.Now().Add(retentionInterval)
-			if err := s.retention(ctx); err != nil {
+			rctx, cancel := s.whileIdle(ctx)
+			err := s.retention(rctx)
+			cancel()
+			if err != nil {
 				return err
 			}
+			continue // a submission ends it
 		}
 
 		st, lookErr := s.watchUnit(ctx, rev)
@@ -100,7 +104,10 @@ func (s *service) watch(ctx context.Context) error {
 				return err
 			}
 			if lookErr == nil { // it may be that its image is gone
-				if err := s.restoreImage(ctx, cur.reference); err != nil {
+				rctx, cancel := s.whileIdle(ctx)
+				err := s.restoreImage(rctx, cur.reference)
+				cancel()
+				if err != nil {
 					return err
 				}
 			}
@@ -115,6 +122,24 @@ func (s *service) watch(ctx context.Context) error {
 		if err := s.wait(ctx, pause); err != nil {
 			return err
 		}
+	}
+}
+
+// whileIdle is a context that ends when an operation is accepted.
+func (s *service) whileIdle(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	s.mu.Lock()
+	s.cancelStep = cancel
+	active := s.rec.Load().active() != nil
+	s.mu.Unlock()
+	if active {
+		cancel(errSubmitted)
+	}
+	return ctx, func() {
+		s.mu.Lock()
+		s.cancelStep = nil
+		s.mu.Unlock()
+		cancel(nil)
 	}
 }
 
@@ -182,7 +207,14 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 	if err != nil {
 		return err
 	}
-	if op := s.op(); st.stopped() && op != nil && op.State == promoted && op.Boot != boot {
+	// The current revision's own operation: a later one may have failed before it touched anything.
+	op := s.op()
+	if id := s.currentOperation(); op == nil || op.ID != id {
+		if op, err = s.data.operation(s.name, id); err != nil && !errors.Is(err, errNotFound) {
+			return err
+		}
+	}
+	if st.stopped() && op != nil && op.State == promoted && op.Boot != boot {
 		// A boot fell between the promotion and this: the candidate's form starts nothing at boot. What
 		// is started is the current revision; it is no rollout.
 		if err := s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline))); err != nil {
@@ -309,6 +341,9 @@ func (s *service) withoutRevision(ctx context.Context) string {
 // that systemd restarts pulls it otherwise, and cannot with the registry away.
 func (s *service) restoreImage(ctx context.Context, ref reference) error {
 	loaded, err := s.ensureImage(ctx, ref)
+	if ctx.Err() != nil {
+		return nil
+	}
 	if err != nil {
 		s.alert("the current revision's image cannot be loaded into Podman", "err", err)
 		return nil
@@ -338,6 +373,9 @@ func (s *service) retention(ctx context.Context) error {
 			return err
 		}
 	}
+	if ctx.Err() != nil {
+		return nil // what could not be asked or fetched is no problem yet
+	}
 	s.live.Lock()
 	old, checked := s.live.problems, s.live.checked
 	s.live.problems, s.live.checked = problems, true
@@ -365,7 +403,9 @@ func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wirePr
 		if errors.Is(err, errDamaged) {
 			code, word = "image_damaged", "damaged"
 		}
-		if !s.refetch(ctx, p) {
+		if fetched := s.refetch(ctx, p); ctx.Err() != nil {
+			return nil, nil
+		} else if !fetched {
 			bad(code, "the retained image of generation %d is %s and could not be fetched again", p.Generation, word)
 		} else if err := s.tell("retention-restored", fmt.Sprintf("the retained image of generation %d was %s and was fetched again", p.Generation, word)); err != nil {
 			return nil, err

@@ -1,0 +1,397 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// findings collects what a run in a bubble finds, so that whoever began it can shrink or go on.
+type findings struct {
+	testing.TB
+	mu   sync.Mutex
+	list []string
+	log  []string
+}
+
+type stopRun struct{}
+
+func (f *findings) Helper() {}
+
+func (f *findings) Logf(format string, a ...any) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if text := fmt.Sprintf(format, a...); !strings.Contains(text, "processes of the unit are still there") {
+		f.log = append(f.log, text)
+	}
+}
+
+func (f *findings) Errorf(format string, a ...any) {
+	f.Logf("FAILS: "+format, a...)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.list = append(f.list, fmt.Sprintf(format, a...))
+}
+func (f *findings) Error(a ...any)                 { f.Errorf("%s", fmt.Sprint(a...)) }
+func (f *findings) Fatalf(format string, a ...any) { f.Errorf(format, a...); panic(stopRun{}) }
+func (f *findings) Fatal(a ...any)                 { f.Fatalf("%s", fmt.Sprint(a...)) }
+
+// explore runs one world in a bubble of its own and returns what it found.
+func explore(t *testing.T, run func(w *world)) *findings {
+	f := &findings{}
+	synctest.Test(t, func(t *testing.T) {
+		f.TB = t
+		w := newWorld(f)
+		w.up = true
+		defer func() {
+			if p := recover(); p != nil && p != (stopRun{}) {
+				buf := make([]byte, 16<<10)
+				f.Errorf("panic: %v\n%s", p, buf[:runtime.Stack(buf, false)])
+			}
+			w.disarm()
+			w.down()
+		}()
+		run(w)
+	})
+	return f
+}
+
+// The ways in which a boundary may be met.
+const (
+	notApplied   = "killed before it"
+	notHeard     = "killed after it"
+	errorApplied = "an error, though applied"
+)
+
+// arm makes the n-th boundary from now on, of a durable step or a mutation of the host, the place of
+// that. pick says which boundary is meant; nil means every one.
+func (w *world) arm(n int, variant string, pick func(name string) bool) {
+	w.set(func() { w.countdown, w.variant, w.pick = n, variant, pick })
+	w.onMutation(func(name string) (bool, error) {
+		switch w.cross(w.place("host", name)) {
+		case notApplied:
+			return false, w.kill()
+		case notHeard:
+			return true, w.kill()
+		case errorApplied:
+			return true, errors.New("an error, though applied")
+		}
+		return true, nil
+	})
+	w.set(func() {
+		w.spoil = func(step, path string) error {
+			switch w.cross(w.place(step, path)) {
+			case notApplied:
+				return w.kill()
+			case notHeard: // that is before the next one
+				w.set(func() { w.countdown, w.variant, w.pick = 1, notApplied, nil })
+			case errorApplied: // for a replacement this is its directory's sync
+				return errors.New("input/output error")
+			}
+			return nil
+		}
+	})
+}
+
+func (w *world) disarm() {
+	w.set(func() { w.countdown, w.spoil, w.h.mutate, w.seen = 0, nil, nil, nil })
+}
+
+// cross counts a boundary and says what happens at it.
+func (w *world) cross(name string) (variant string) {
+	w.set(func() {
+		if w.seen != nil {
+			w.seen(name)
+		}
+		if w.countdown > 0 && (w.pick == nil || w.pick(name)) {
+			if w.countdown--; w.countdown == 0 {
+				variant = w.variant
+			}
+		}
+	})
+	if variant != "" {
+		w.t.Logf("%s: %s", variant, name)
+	}
+	return variant
+}
+
+// place names a boundary stably: the state, the step and what it concerns.
+func (w *world) place(step, path string) string {
+	st := "idle"
+	if r := w.s.rec.Load(); r != nil && r.active() != nil {
+		st = string(r.Operation.State)
+		if r.Operation.Step != "" {
+			st += "." + r.Operation.Step
+		}
+	} else if r != nil && r.Held != nil {
+		st = "held"
+	}
+	what := path
+	if step != "host" {
+		what = filepath.Base(path)
+		dir := filepath.Base(filepath.Dir(path))
+		switch {
+		case strings.HasPrefix(path, w.h.quadlets):
+			what = "quadlets/" + what
+		case dir == "operations" || dir == "keys" || dir == "sha256":
+			what = dir + "/*" + filepath.Ext(what)
+		}
+	}
+	return st + " " + step + " " + what
+}
+
+// down stops Toad if it runs, killed or not.
+func (w *world) down() {
+	if w.up {
+		w.up = false
+		w.stop()
+	}
+}
+
+// raise starts Toad if it does not run, or was killed.
+func (w *world) raise() {
+	if w.up && w.alive() != nil {
+		w.down()
+	}
+	if !w.up {
+		w.start()
+		w.up = true
+	}
+}
+
+// deploy submits whatever the answer, as a client does; what was accepted is never forgotten.
+func (w *world) deploy(image string) {
+	w.keys++
+	rec := w.s.rec.Load()
+	if rec == nil {
+		return
+	}
+	if op, _, err := w.s.submit(w.request(image, fmt.Sprintf("key-%d", w.keys))); err == nil {
+		w.accepted = append(w.accepted, op.ID)
+	} else {
+		w.t.Logf("refused: %v", err)
+	}
+}
+
+// settled brings everything back to health and demands that every accepted operation ended, and that
+// the service takes a deployment to its promotion.
+func (w *world) settled() {
+	w.disarm()
+	w.set(func() { w.h.registryDown, w.h.podmanHangs, w.h.managerHangs = false, false, false })
+	w.set(func() {
+		for _, a := range w.h.apps { // whatever nobody could kill dies at last
+			a.unkillable = false
+		}
+	})
+	w.raise()
+	for end := time.Now().Add(6 * time.Hour); ; {
+		time.Sleep(10 * time.Second)
+		w.h.reap("hello.service")
+		if r := w.s.rec.Load(); w.s.usable() == nil && r.active() == nil && r.Held == nil {
+			break
+		}
+		if time.Now().After(end) {
+			w.t.Fatalf("I3: after six hours the operation is %+v, held %+v, usable %v", w.s.op(), w.s.rec.Load().Held, w.s.usable())
+		}
+	}
+	for _, id := range w.accepted {
+		if op := w.s.op(); op != nil && op.ID == id {
+			continue
+		}
+		if op, err := w.data.operation("hello", id); err != nil || !op.State.terminal() {
+			w.t.Errorf("I3: the accepted operation %s is lost: %v", id, err)
+		}
+	}
+	image := w.push("at last", app{readyAfter: time.Second})
+	w.keys++
+	op, _, err := w.s.submit(w.request(image, fmt.Sprintf("key-%d", w.keys)))
+	if err != nil {
+		w.t.Fatalf("a healthy service refuses a deployment: %v", err)
+	}
+	w.expect(w.await(op.ID), promoted, "")
+	w.until("installed", func(r *record) bool { return r.Installed })
+	w.expectRuns(image)
+	if text := w.unitFile(); !strings.Contains(text, image) || !strings.Contains(text, "[Install]") {
+		w.t.Errorf("the unit file is not the promoted revision's: %s", text)
+	}
+	w.chain()
+}
+
+// chain verifies the whole event log against the record's head.
+func (w *world) chain() {
+	b, err := os.ReadFile(w.data.serviceFile("hello", "events.jsonl"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	var head eventHead
+	promotions := map[string]int{}
+	for line := range strings.Lines(string(b)) {
+		var e event
+		if err := json.Unmarshal([]byte(line), &e); err != nil {
+			w.t.Fatalf("event %q: %v", line, err)
+		}
+		got := eventHead{e.Cursor, e.Hash}
+		if head = e.seal(head); head != got {
+			w.t.Fatalf("the chain of events is broken at %d", e.Cursor)
+		}
+		switch e.Type {
+		case "deploy", "promote", "rollback", "failed", "rollback-failed":
+			promotions[e.Type+" "+e.Operation]++
+		}
+	}
+	for what, n := range promotions {
+		if n != 1 {
+			w.t.Errorf("%d events %s", n, what)
+		}
+	}
+	r := w.s.rec.Load()
+	last := r.EventHead
+	for _, e := range r.Events {
+		last = eventHead{e.Cursor, e.Hash}
+	}
+	if head != last {
+		w.t.Errorf("the log ends at %d, the record at %d", head.Cursor, last.Cursor)
+	}
+}
+
+// happening is one thing that happens to a world.
+type happening struct {
+	after time.Duration
+	kind  string
+	n     int
+}
+
+func (s happening) String() string {
+	text := fmt.Sprintf("after %s: %s", s.after, s.kind)
+	if s.kind == "deploy" {
+		return text + " an app that " + behaviours[s.n%len(behaviours)].name
+	} else if strings.HasPrefix(s.kind, "kill at") {
+		return fmt.Sprintf("%s boundary %d from then", text, s.n)
+	}
+	return text
+}
+
+var behaviours = []struct {
+	name string
+	app  app
+}{
+	{"is good", app{readyAfter: time.Second}},
+	{"is slowly ready", app{readyAfter: 20 * time.Second}},
+	{"is never ready", app{readyAfter: -1}},
+	{"crashes all the time", app{exitAfter: 2 * time.Second}},
+	{"crashes as fast as it can", app{exitAfter: time.Millisecond, restartAfter: time.Millisecond, noLimit: true}},
+	{"is ready and then restarts once", app{readyAfter: time.Second, exitAfter: 15 * time.Second, exitOnce: true}},
+	{"is ready not for long enough", app{readyAfter: time.Second, readyFor: 10 * time.Second}},
+	{"ends and is not restarted", app{exitAfter: 5 * time.Second, noRestart: true}},
+	{"ignores SIGTERM", app{readyAfter: time.Second, ignoresTerm: true}},
+	{"ignores SIGTERM and is never ready", app{readyAfter: -1, ignoresTerm: true}},
+	{"cannot be killed", app{readyAfter: time.Second, unkillable: true}},
+}
+
+var happenings = []string{"deploy", "deploy", "deploy", "stop toad", "start toad", "restart toad", "kill at (before)", "kill at (after)", "kill at (error)",
+	"kill at (before)", "restart by hand", "kill the main process", "podman hangs", "manager hangs", "podman and manager answer", "ask for rollback", "deploy the retained",
+	"the wall clock steps ahead", "the wall clock steps back", "reboot", "reboot, another kernel", "prune", "registry down", "registry up"}
+
+func (w *world) happen(i int, s happening) {
+	time.Sleep(s.after)
+	w.t.Logf("--- %s", s)
+	if w.up && w.alive() != nil { // killed meanwhile: started again by whoever supervises it
+		w.raise()
+	}
+	switch s.kind {
+	case "deploy":
+		if w.up {
+			b := behaviours[s.n%len(behaviours)]
+			w.deploy(w.push(fmt.Sprintf("%d", i), b.app))
+		}
+	case "deploy the retained":
+		if w.up {
+			w.keys++
+			r := w.s.rec.Load()
+			if op, _, err := w.s.submit(submission{kind: "rollback", key: fmt.Sprintf("key-%d", w.keys), hash: "h", actor: "local", expected: r.Generation}); err == nil {
+				w.accepted = append(w.accepted, op.ID)
+			}
+		}
+	case "stop toad":
+		w.down()
+	case "start toad":
+		w.raise()
+	case "restart toad":
+		w.down()
+		w.raise()
+	case "kill at (before)":
+		w.arm(s.n, notApplied, nil)
+	case "kill at (after)":
+		w.arm(s.n, notHeard, nil)
+	case "kill at (error)":
+		w.arm(s.n, errorApplied, nil)
+	case "restart by hand":
+		w.h.restartByHand("hello.service")
+	case "kill the main process":
+		w.h.kill("hello.service")
+	case "podman hangs":
+		w.set(func() { w.h.podmanHangs = true })
+	case "manager hangs":
+		w.set(func() { w.h.managerHangs = true })
+	case "podman and manager answer":
+		w.set(func() { w.h.podmanHangs, w.h.managerHangs = false, false })
+	case "ask for rollback":
+		if op := w.s.op(); w.up && op != nil {
+			_, _, _ = w.s.requestRollback(op.ID, "local")
+		}
+	case "the wall clock steps ahead":
+		w.set(func() { w.h.wallOffset += time.Hour })
+	case "the wall clock steps back":
+		w.set(func() { w.h.wallOffset -= time.Hour })
+	case "reboot", "reboot, another kernel":
+		w.down()
+		w.h.reboot()
+		if s.kind != "reboot" {
+			w.set(func() { w.h.kernelBoot += "+" })
+		}
+	case "prune":
+		w.h.prune()
+	case "registry down":
+		w.set(func() { w.h.registryDown = true })
+	case "registry up":
+		w.set(func() { w.h.registryDown = false })
+	}
+}
+
+// TestRolloutKeepsItsPromises drives the rollout through random schedules: the invariants hold after
+// every write, and at the end the service is as good as new.
+func TestRolloutKeepsItsPromises(t *testing.T) {
+	one := rapid.Custom(func(t *rapid.T) happening {
+		return happening{
+			after: time.Duration(rapid.SampledFrom([]int{0, 1, 50, 300, 700, 1000, 3000, 10_000, 35_000, 130_000}).Draw(t, "ms")) * time.Millisecond,
+			kind:  rapid.SampledFrom(happenings).Draw(t, "what"),
+			n:     rapid.IntRange(1, 60).Draw(t, "n"),
+		}
+	})
+	rapid.Check(t, func(rt *rapid.T) {
+		schedule := rapid.SliceOfN(one, 1, 14).Draw(rt, "schedule")
+		f := explore(t, func(w *world) {
+			for i, s := range schedule {
+				w.happen(i, s)
+			}
+			w.settled()
+		})
+		if len(f.list) > 0 {
+			var text strings.Builder
+			for _, s := range schedule {
+				fmt.Fprintf(&text, "  %s\n", s)
+			}
+			rt.Fatalf("this schedule breaks a promise:\n%s%s\n--- log\n%s", text.String(), strings.Join(f.list, "\n"), strings.Join(f.log[max(0, len(f.log)-80):], "\n"))
+		}
+	})
+}
