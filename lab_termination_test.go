@@ -541,6 +541,9 @@ func TestLabBrokenQuadlets(t *testing.T) {
 		two.promote(next)
 		op := one.deploy(one.image("VERSION=2"))
 		one.expect(op, "failed", "unit_invalid")
+		if !strings.Contains(op.Failure.Summary, "zz.container") {
+			t.Error(op.Failure.Summary)
+		}
 	})
 	if strings.Contains(events("services/broken-two/"), "unit-lost") {
 		t.Error("the other service's unit was told lost")

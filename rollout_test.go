@@ -761,11 +761,14 @@ func TestRefusedBeforeAnythingStops(t *testing.T) { // E4, S5
 		spoil func(w *world)
 		code  string
 	}{
-		"generator refuses":   {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
-		"systemd refuses":     {func(w *world) { w.h.analyze = false }, "unit_invalid"},
-		"podman refuses":      {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
-		"registry down":       {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
-		"enrollment gone":     {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
+		"generator refuses": {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
+		"systemd refuses":   {func(w *world) { w.h.analyze = false }, "unit_invalid"},
+		"podman refuses":    {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
+		"registry down":     {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
+		"enrollment gone":   {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
+		"garbage beside it": {func(w *world) { // E13
+			must(w.t, os.WriteFile(filepath.Join(filepath.Dir(w.s.unitPath(w.en.Unit)), "zz.volume"), []byte("garbage"), 0o600))
+		}, "unit_invalid"},
 		"something starts it": {func(w *world) { w.h.unit("hello.service").dependents = []string{"other.service", "default.target"} }, "unit_invalid"},
 	} {
 		t.Run(name, func(t *testing.T) {
