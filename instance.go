@@ -184,6 +184,9 @@ func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
 	if err := checkUnitText(form); err != nil {
 		return failed("unit_invalid", err, "it does not parse")
 	}
+	if name := s.spoilt(rev.Enrollment.Unit); name != "" {
+		return failed("unit_invalid", nil, name+" beside it cannot be loaded, and takes it along")
+	}
 	dir, hostDir := filepath.Join(s.data.path, "check", s.name), filepath.Join(hostData, "check", s.name)
 	if err := makeDir(dir); err != nil {
 		return err
@@ -235,6 +238,35 @@ func (s *service) verifyUnit(ctx context.Context, rev *revision) error {
 		return failed("unit_invalid", nil, "Podman does not accept its flags")
 	}
 	return nil
+}
+
+// spoilt names a file in the unit's own directory that the generator cannot load: with it, the generator
+// drops every unit of that directory. The dry run cannot tell, because it reads a copy elsewhere.
+func (s *service) spoilt(unit string) string {
+	dir := filepath.Dir(s.unitPath(unit))
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return "" // there is none yet
+	}
+	for _, f := range files {
+		switch filepath.Ext(f.Name()) {
+		case ".container", ".volume", ".network", ".kube", ".image", ".build", ".pod":
+		default:
+			continue
+		}
+		if f.Name() == unit {
+			continue // it is written anew
+		}
+		text, err := readBounded(filepath.Join(dir, f.Name()))
+		if err == nil {
+			_, err = scanUnit(text)
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			s.log.Error("a file in the unit's directory cannot be loaded", "file", f.Name(), "err", err)
+			return f.Name()
+		}
+	}
+	return ""
 }
 
 // helpCommand is the podman command of a generated unit, which reads all its flags and then only prints

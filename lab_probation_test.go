@@ -13,8 +13,8 @@ import (
 func brisk(s *labService) {
 	s.en.StopDeadline = duration(6 * time.Second)
 	s.en.Probation.StabilityWindow = duration(2 * time.Second)
-	s.en.Probation.StartupDeadline = duration(8 * time.Second)
-	s.en.Probation.RolloutDeadline = duration(12 * time.Second)
+	s.en.Probation.StartupDeadline = duration(30 * time.Second)
+	s.en.Probation.RolloutDeadline = duration(time.Minute)
 	s.template("StopTimeout=2", "StopTimeout=1", "TimeoutStopSec=4", "TimeoutStopSec=2")
 }
 
@@ -89,14 +89,14 @@ func TestLabWhatIsNoEvidence(t *testing.T) {
 		cause, wants string
 		summary      string
 	}{
-		{"age", "STALE=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (Age)", "8s"},
-		{"via", "VIA=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (Via)", "8s"},
-		{"xcache", "XCACHE=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (X-Cache)", "8s"},
+		{"age", "STALE=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (Age)", "9s"},
+		{"via", "VIA=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (Via)", "9s"},
+		{"xcache", "XCACHE=1", nil, "startup_deadline", "not ready: the answer came from a cache or proxy (X-Cache)", "9s"},
 		// It leads to a path that answers 200.
-		{"redirect", "REDIRECT=/", nil, "startup_deadline", "not ready: the answer is a redirect (302), which is not followed", "8s"},
+		{"redirect", "REDIRECT=/", nil, "startup_deadline", "not ready: the answer is a redirect (302), which is not followed", "9s"},
 		{"otherport", "PORT=9090", nil, "startup_deadline", "not ready: nothing accepts connections at ADDRESS:8080", "ADDRESS:8080"}, // R11
-		{"slow", "SLOW=30s", nil, "startup_deadline", "not ready: no answer within 1s at ADDRESS:8080", "8s"},
-		{"late", "READY_AFTER=20s", nil, "startup_deadline", "not ready: status 503 at ADDRESS:8080", "startup deadline of 8s"}, // R5
+		{"slow", "SLOW=30s", nil, "startup_deadline", "not ready: no answer within 1s at ADDRESS:8080", "9s"},
+		{"late", "READY_AFTER=20s", nil, "startup_deadline", "not ready: status 503 at ADDRESS:8080", "startup deadline of 9s"}, // R5
 		{"never", "NEVER_READY=1", func(s *labService) { s.en.Probation.StartupDeadline = 0 }, "rollout_deadline",
 			"not ready: status 503 at ADDRESS:8080", "rollout deadline of 12s"}, // R2
 	} {
@@ -104,6 +104,8 @@ func TestLabWhatIsNoEvidence(t *testing.T) {
 			t.Parallel()
 			s := l.enroll(t, "ev-"+tt.name, func(s *labService) {
 				brisk(s)
+				s.en.Probation.StartupDeadline = duration(9 * time.Second)
+				s.en.Probation.RolloutDeadline = duration(12 * time.Second)
 				if tt.change != nil {
 					tt.change(s)
 				}
@@ -152,7 +154,7 @@ func TestLabAnswersOfOthers(t *testing.T) {
 	s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
 	t.Cleanup(func() { s.try("podman", "rm", "-f", "-t0", "-i", "impostor-other", "impostor-real") })
 
-	s.exec(t, "podman run -d --name impostor-other --network apps "+old)
+	s.exec(t, "podman run -q -d --name impostor-other --network apps "+old)
 	s.exec(t, "podman rename impostor impostor-real && podman rename impostor-other impostor")
 	s.said(id, "the container of that name is not run by the unit")
 	if op := s.operation(id); op.ReadyForSeconds != 0 || op.Terminal {
@@ -187,8 +189,6 @@ func TestLabCrashesAfterReady(t *testing.T) {
 	t.Parallel()
 	s := theLab(t).enroll(t, "crashes", brisk, func(s *labService) {
 		s.en.Probation.StabilityWindow = duration(4 * time.Second)
-		s.en.Probation.StartupDeadline = duration(20 * time.Second)
-		s.en.Probation.RolloutDeadline = duration(60 * time.Second)
 	})
 	good := s.image("VERSION=1")
 	s.promote(good)

@@ -847,6 +847,65 @@ func TestForeignContainer(t *testing.T) { // S3
 	})
 }
 
+// An answer counts only if the same instance is there before and after it, and is the revision's own.
+func TestWhoAnswers(t *testing.T) { // R10
+	of := func(w *world) *hostContainer { return w.h.unit("hello.service").container }
+	for name, tt := range map[string]struct {
+		change func(w *world)
+		after  bool // while it answers; else before the first look
+		want   string
+	}{
+		"itself":             {func(*world) {}, true, ""},
+		"another image":      {func(w *world) { of(w).ImageID = "sha256:" + strings.Repeat("0", 64) }, false, "the container runs another image than the verified one"},
+		"another reference":  {func(w *world) { of(w).ImageName = testRepository + "@sha256:" + strings.Repeat("0", 64) }, false, "the container runs another image reference"},
+		"another operation":  {func(w *world) { of(w).Labels["toad.operation"] = "x" }, false, "the container does not carry the labels of this revision"},
+		"another generation": {func(w *world) { of(w).Labels["toad.generation"] = "7" }, false, "the container does not carry the labels of this revision"},
+		"not the unit's":     {func(w *world) { of(w).ConmonPID++ }, false, "the container of that name is not run by the unit"},
+		"paused":             {func(w *world) { of(w).Status = "paused" }, false, "the container is paused"},
+		"no address":         {func(w *world) { of(w).Addresses = nil }, false, "the container has no address on the enrolled network"},
+		"gone":               {func(w *world) { delete(w.h.containers, of(w).ID) }, false, "there is no container"},
+		"gone meanwhile":     {func(w *world) { delete(w.h.containers, of(w).ID) }, true, "it changed while it answered: there is no container"},
+		"another invocation": {func(w *world) { w.h.unit("hello.service").invocation = strings.Repeat("a", 32) }, true, "it was replaced or restarted while it answered"},
+		"started anew":       {func(w *world) { of(w).StartedAt = of(w).StartedAt.Add(time.Second) }, true, "it was replaced or restarted while it answered"},
+		"moved":              {func(w *world) { of(w).Addresses["systemd-apps"] = "10.89.0.251" }, true, "it was replaced or restarted while it answered"},
+		"replaced by its twin": {func(w *world) {
+			c := *of(w)
+			delete(w.h.containers, c.ID)
+			c.ID = strings.Repeat("e", 64)
+			w.h.containers[c.ID] = &c
+		}, true, "it was replaced or restarted while it answered"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.promote("v1")
+				cur := w.s.rec.Load().Current
+				rev, err := w.data.revision("hello", cur.Generation)
+				must(t, err)
+				w.stop() // only this observation looks
+				if !tt.after {
+					w.set(func() { tt.change(w) })
+				}
+				asked := false
+				o, err := observe(context.Background(), w.h, w.h, func(context.Context, target) error {
+					asked = true
+					if tt.after {
+						w.set(func() { tt.change(w) })
+					}
+					return nil // whoever it was, it says 200
+				}, rev, cur.reference)
+				must(t, err)
+				if o.reason != tt.want || o.ready() != (tt.want == "") || asked != (tt.after) {
+					t.Errorf("%q, ready %v, asked %v; want %q", o.reason, o.ready(), asked, tt.want)
+				}
+				w.h.mu.Lock()
+				w.h.containers = map[string]*hostContainer{}
+				w.h.mu.Unlock()
+				w.start()
+			})
+		})
+	}
+}
+
 func TestUnitNotOwned(t *testing.T) {
 	for name, text := range map[string]string{
 		"no marker":        "[Container]\nImage=x@sha256:1\n",
@@ -872,11 +931,14 @@ func TestRefusedBeforeAnythingStops(t *testing.T) { // E4, S5
 		spoil func(w *world)
 		code  string
 	}{
-		"generator refuses":   {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
-		"systemd refuses":     {func(w *world) { w.h.analyze = false }, "unit_invalid"},
-		"podman refuses":      {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
-		"registry down":       {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
-		"enrollment gone":     {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
+		"generator refuses": {func(w *world) { w.h.generator = func(string, []byte) bool { return false } }, "unit_invalid"},
+		"systemd refuses":   {func(w *world) { w.h.analyze = false }, "unit_invalid"},
+		"podman refuses":    {func(w *world) { w.h.badFlags = true }, "unit_invalid"},
+		"registry down":     {func(w *world) { w.h.registryDown = true }, "fetch_failed"},
+		"enrollment gone":   {func(w *world) { w.enErr = errors.New("gone") }, "stale_enrollment"},
+		"garbage beside it": {func(w *world) { // E13
+			must(w.t, os.WriteFile(filepath.Join(filepath.Dir(w.s.unitPath(w.en.Unit)), "zz.volume"), []byte("garbage"), 0o600))
+		}, "unit_invalid"},
 		"something starts it": {func(w *world) { w.h.unit("hello.service").dependents = []string{"other.service", "default.target"} }, "unit_invalid"},
 	} {
 		t.Run(name, func(t *testing.T) {
