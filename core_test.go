@@ -323,15 +323,16 @@ func TestRetentionGivesWayToASubmission(t *testing.T) {
 	inWorld(t, func(t *testing.T, w *world) {
 		first := w.promote("v1")
 		w.promote("v2")
-		fetch := w.s.host.fetch
 		var hung atomic.Bool
-		w.s.host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
-			if image == first.Candidate.Image && hung.CompareAndSwap(false, true) {
-				<-ctx.Done()
-				return imageInfo{}, failed("fetch_failed", ctx.Err(), digestOf(image), "no answer")
+		w.set(func() {
+			w.h.onFetch = func(ctx context.Context, image string) error {
+				if image == first.Candidate.Image && hung.CompareAndSwap(false, true) {
+					<-ctx.Done()
+					return failed("fetch_failed", ctx.Err(), digestOf(image), "no answer")
+				}
+				return nil
 			}
-			return fetch(ctx, dir, image, limit)
-		}
+		})
 		blob := filepath.Join(w.s.images(), "blobs", "sha256", strings.TrimPrefix(first.Candidate.ConfigID, "sha256:"))
 		must(t, os.Remove(blob))
 		end := time.Now().Add(2 * retentionInterval)

@@ -54,6 +54,8 @@ type fakeHost struct {
 	analyze      bool
 	badFlags     bool // podman refuses the command's flags
 
+	// onFetch may fail a fetch from the registry.
+	onFetch func(ctx context.Context, image string) error
 	// mutate is called before each mutation with its name. It may answer that the mutation is not to be
 	// applied, and with which error.
 	mutate func(name string) (apply bool, err error)
@@ -143,6 +145,14 @@ func (h *fakeHost) fetch(ctx context.Context, dir, image string, limit byteSize)
 	digest := digestOf(image)
 	if info, err := checkLayout(dir, digest); err == nil {
 		return info, nil
+	}
+	h.mu.Lock()
+	onFetch := h.onFetch
+	h.mu.Unlock()
+	if onFetch != nil {
+		if err := onFetch(ctx, image); err != nil {
+			return imageInfo{}, err
+		}
 	}
 	h.mu.Lock()
 	img, ok := h.registry[digest]
