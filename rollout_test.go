@@ -199,21 +199,15 @@ func (w *world) boundary(step, path string) error {
 	if err := w.alive(); err != nil {
 		return err
 	}
+	// The record is in place: it is judged by what is there now, whatever comes next.
+	if r := (&record{}); step == "syncdir" && path == w.data.serviceFile(w.en.Service) && readRecord(filepath.Join(path, "service.json"), r) == nil {
+		w.invariants(r)
+	}
 	var spoil func(step, path string) error
 	w.set(func() { spoil = w.spoil })
 	if spoil != nil {
-		if err := spoil(step, path); err != nil {
-			return err
-		}
+		return spoil(step, path)
 	}
-	if step != "syncdir" || path != w.data.serviceFile(w.en.Service) {
-		return nil
-	}
-	r := &record{}
-	if err := readRecord(filepath.Join(path, "service.json"), r); err != nil {
-		return nil // the directory was only made
-	}
-	w.invariants(r)
 	return nil
 }
 
