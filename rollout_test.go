@@ -67,6 +67,8 @@ type world struct {
 	pick      func(name string) bool
 	seen      func(name string)
 
+	judging sync.Mutex
+
 	mu     sync.Mutex // guards last
 	last   *record
 	starts map[string]int // starts of the target, by operation in rolling_back and boot
@@ -200,8 +202,13 @@ func (w *world) boundary(step, path string) error {
 		return err
 	}
 	// The record is in place: it is judged by what is there now, whatever comes next.
-	if r := (&record{}); step == "syncdir" && path == w.data.serviceFile(w.en.Service) && readRecord(filepath.Join(path, "service.json"), r) == nil {
-		w.invariants(r)
+	if step == "syncdir" && path == w.data.serviceFile(w.en.Service) {
+		w.judging.Lock() // read and judged in one order
+		r := &record{}
+		if readRecord(filepath.Join(path, "service.json"), r) == nil {
+			w.invariants(r)
+		}
+		w.judging.Unlock()
 	}
 	var spoil func(step, path string) error
 	w.set(func() { spoil = w.spoil })
