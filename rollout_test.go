@@ -67,6 +67,8 @@ type world struct {
 	pick      func(name string) bool
 	seen      func(name string)
 
+	judging sync.Mutex
+
 	mu     sync.Mutex // guards last
 	last   *record
 	starts map[string]int // starts of the target, by operation in rolling_back and boot
@@ -199,21 +201,20 @@ func (w *world) boundary(step, path string) error {
 	if err := w.alive(); err != nil {
 		return err
 	}
+	// The record is in place: it is judged by what is there now, whatever comes next.
+	if step == "syncdir" && path == w.data.serviceFile(w.en.Service) {
+		w.judging.Lock() // read and judged in one order
+		r := &record{}
+		if readRecord(filepath.Join(path, "service.json"), r) == nil {
+			w.invariants(r)
+		}
+		w.judging.Unlock()
+	}
 	var spoil func(step, path string) error
 	w.set(func() { spoil = w.spoil })
 	if spoil != nil {
-		if err := spoil(step, path); err != nil {
-			return err
-		}
+		return spoil(step, path)
 	}
-	if step != "syncdir" || path != w.data.serviceFile(w.en.Service) {
-		return nil
-	}
-	r := &record{}
-	if err := readRecord(filepath.Join(path, "service.json"), r); err != nil {
-		return nil // the directory was only made
-	}
-	w.invariants(r)
 	return nil
 }
 
