@@ -30,7 +30,7 @@ func (s *labService) rollback() wireOperation {
 	s.t.Helper()
 	g := s.view().Generation
 	var op wireOperation
-	if p := s.mustCall(s.t, "POST", "/v1/services/"+s.name+"/rollback", rollbackRequest{&g, fmt.Sprint(s.name, "-back-", g)}, &op); p != nil {
+	if p := s.mustCall(s.t, "POST", "/v1/services/"+s.name+"/rollback", rollbackRequest{&g, fmt.Sprint(s.name, "-back-", time.Now().UnixNano())}, &op); p != nil {
 		s.t.Fatalf("rolling back %s: %+v", s.name, p)
 	}
 	return s.await(op.ID, nil)

@@ -254,7 +254,7 @@ func (s *labService) request(image string) deployRequest {
 	s.t.Helper()
 	g := s.view().Generation
 	s.keys++
-	return deployRequest{Service: s.name, Image: image, ExpectedGeneration: &g, IdempotencyKey: fmt.Sprintf("%s-%d", s.name, s.keys)}
+	return deployRequest{Service: s.name, Image: image, ExpectedGeneration: &g, IdempotencyKey: fmt.Sprintf("%s-%d-%d", s.name, s.keys, time.Now().UnixNano())}
 }
 
 // submit sends a deployment, which must be accepted.
