@@ -92,10 +92,12 @@ func guestMain() {
 	defer func() {
 		if p := recover(); p != nil {
 			g.say("problem panic: %v", p)
+			g.say("verdict lost: the check itself failed")
 		}
 	}()
 	if err := g.up(); err != nil {
 		g.say("problem booting: %v", err)
+		g.say("verdict lost: the disk cannot be used")
 		return
 	}
 	if !g.verify() || os.Getenv("TOAD_CUT_WRITE") == "" {
@@ -292,8 +294,12 @@ func (g *guest) verify() (ok bool) {
 		}
 		last := !slices.ContainsFunc(answers[i+1:], func(b answered) bool { return b.Service == a.Service })
 		if last && r.UpdatedAt.Before(a.Updated) {
+			now := &operation{}
+			if r.Operation != nil {
+				now = r.Operation
+			}
 			problem("answer %d: the record of %s was of %s (%s/%s), and is of %s (%s/%s)", i, a.Service,
-				a.Updated.Format(time.StampMilli), a.State, a.Step, r.UpdatedAt.Format(time.StampMilli), r.Operation.State, r.Operation.Step)
+				a.Updated.Format(time.StampMilli), a.State, a.Step, r.UpdatedAt.Format(time.StampMilli), now.State, now.Step)
 		}
 	}
 	lines := 0
