@@ -245,7 +245,7 @@ func (g *guest) verify() (ok bool) {
 	}
 
 	operations, events := map[string]*operation{}, map[string][]string{}
-	promotions := 0
+	ended := map[state]int{}
 	for i, a := range answers {
 		s := byName[a.Service]
 		if s == nil {
@@ -265,8 +265,8 @@ func (g *guest) verify() (ok bool) {
 				}
 			}
 			operations[a.Operation] = op
-			if op != nil && op.State == promoted {
-				promotions++
+			if op != nil {
+				ended[op.State]++
 			}
 		}
 		if op != nil {
@@ -310,8 +310,8 @@ func (g *guest) verify() (ok bool) {
 	if bad > 0 {
 		verdict = "lost"
 	}
-	g.say("verdict %s: %d problems; %d answers about %d operations (%d promoted), %d events; at the cut %v under way, %d temporary files, %d event logs behind, %d lines half printed; %.1f s",
-		verdict, bad, len(answers), len(operations), promotions, lines, underWay, temporary, behind, torn, time.Since(begun).Seconds())
+	g.say("verdict %s: %d problems; %d answers about %d operations (now %v), %d events; at the cut %v under way, %d temporary files, %d event logs behind, %d lines half printed; %.1f s",
+		verdict, bad, len(answers), len(operations), ended, lines, underWay, temporary, behind, torn, time.Since(begun).Seconds())
 	return bad == 0
 }
 
@@ -357,14 +357,19 @@ func (g *guest) work() {
 			time.Sleep(time.Duration(i) * 300 * time.Millisecond) // not in step with each other
 			for n := 0; ; n++ {
 				image := images[(i+n)%len(images)]
-				if n%7 == 5 {
+				kind := "deploy"
+				if (i+n)%3 == 2 {
 					image = crashes
 				}
 				for c := s.changed(); !idle(s); c = s.changed() {
 					<-c
 				}
+				r := s.rec.Load()
+				if n%4 == 3 && r.Rollback != nil && !r.Current.ByRollback {
+					kind, image = "rollback", ""
+				}
 				key := fmt.Sprintf("%s-%s-%d", g.host.kernelBoot, s.name, n)
-				_, _, err := s.submit(submission{kind: "deploy", image: image, key: key, hash: sha([]byte(key)), actor: "local", expected: s.rec.Load().Generation})
+				_, _, err := s.submit(submission{kind: kind, image: image, key: key, hash: sha([]byte(key)), actor: "local", expected: r.Generation})
 				if err != nil {
 					g.Errorf("refused: %v", err)
 					return
