@@ -26,7 +26,7 @@ import (
 
 // TestMain lets the test binary run as the command `toad` in testdata/cli.
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"toad": hookedMain})
+	testscript.Main(m, map[string]func(){"toad": hookedMain, "toad-powercut": guestMain})
 }
 
 func TestClientCommandLine(t *testing.T) {
