@@ -31,7 +31,7 @@ import (
 )
 
 // errUnreachable: nobody took the connection, so nothing was said and nothing was done.
-var errUnreachable = errors.New("Podman cannot be reached")
+var errUnreachable = errors.New("podman cannot be reached")
 
 type podman struct {
 	conn    *bindings.Connection
