@@ -108,8 +108,11 @@ func TestWallClockWentBackInEveryState(t *testing.T) {
 			inWorld(t, func(t *testing.T, w *world) {
 				first := w.promote("v1")
 				a := app{readyAfter: time.Second}
-				if st == rollingBack {
+				switch st {
+				case rollingBack:
 					a.exitAfter = time.Second
+				case promoting: // its last look takes long enough for the kill to come first
+					a.slow = 500 * time.Millisecond
 				}
 				w.set(func() {
 					w.spoil = func(step, path string) error { // at the commit after the state's own
@@ -400,4 +403,289 @@ func TestEarlierStartsAreNoRestarts(t *testing.T) {
 			t.Errorf("%d restarts", op.Restarts.Count)
 		}
 	})
+}
+
+// A container that is replaced while it is being asked: the answer does not count, the log says so, and
+// the window begins again.
+func TestReplacedWhileAsked(t *testing.T) {
+	for name, tt := range map[string]struct {
+		change func(h *fakeHost)
+		lost   bool // the window
+	}{
+		"restarted by hand": {func(h *fakeHost) { h.restartByHand("hello.service") }, true},
+		"killed":            {func(h *fakeHost) { h.kill("hello.service") }, true},
+		"something else": {func(h *fakeHost) { // a signal, and the same instance
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			u := h.unit("hello.service")
+			h.set(u, "reloading", "reload")
+			h.set(u, "active", "running")
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.set(func() { w.en.Probation.RestartBudget = 3 })
+				op := w.submit(w.push("slow", app{slow: 900 * time.Millisecond, readyAfter: time.Second}))
+				w.awaitThat(op.ID, func(op *operation) bool { return op.FirstReady != nil })
+				time.Sleep(10500 * time.Millisecond) // in the middle of an answer
+				said := len(w.logLines(op.ID))
+				tt.change(w.h)
+				changed := time.Now()
+				time.Sleep(100 * time.Millisecond)
+				code := "not_ready"
+				if tt.lost {
+					code = "window_reset"
+				}
+				i := slices.IndexFunc(w.logLines(op.ID)[said:], func(l logLine) bool {
+					return l.Code == code && strings.HasSuffix(l.Text, changedWhileAsked)
+				})
+				if i < 0 {
+					t.Errorf("no line %s: %v", code, w.logLines(op.ID)[said:])
+				}
+				w.expect(w.await(op.ID), promoted, "")
+				if d := time.Since(changed); (d >= 30*time.Second) != tt.lost {
+					t.Errorf("promoted %s after the change", d)
+				}
+			})
+		})
+	}
+}
+
+func (w *world) logLines(id string) []logLine {
+	lines, _ := readLog(w.data.serviceFile(w.en.Service, "operations", id+".log"))
+	return lines
+}
+
+// The unit is between two starts when a deployment looks for foreign containers: its own are none, and
+// one that is foreign is seen all the same (S3).
+func TestForeignContainerBetweenTwoStarts(t *testing.T) {
+	for _, foreign := range []bool{false, true} {
+		t.Run(fmt.Sprintf("foreign=%v", foreign), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				first := w.promote("v1")
+				id := strings.Repeat("f", 64)
+				w.set(func() {
+					w.h.apps[first.Candidate.digest()].restartAfter = time.Hour
+					w.h.mutations = nil
+				})
+				w.h.kill("hello.service")
+				w.set(func() {
+					c := &hostContainer{app: &app{}, container: container{ID: id, Name: "hello", Status: "created", Unit: "hello.service"}}
+					if foreign {
+						c.Name, c.Unit, c.Labels = "hello2", "", map[string]string{"toad.service": "hello"}
+					}
+					w.h.containers[id] = c
+				})
+				op := w.submit(w.push("v2", app{}))
+				if !foreign { // it has come that far
+					w.awaitState(op.ID, activating)
+					w.set(func() { delete(w.h.containers, id) })
+					w.expect(w.await(op.ID), promoted, "")
+					return
+				}
+				w.expect(w.await(op.ID), hasFailed, "foreign_container")
+				if slices.Contains(w.h.mutations, "stop hello.service") || w.s.rec.Load().Held != nil {
+					t.Errorf("something was stopped or held: %v", w.h.mutations)
+				}
+				w.set(func() { delete(w.h.containers, id) })
+			})
+		})
+	}
+}
+
+// restartsBetween restarts a unit between the list of its containers and the look at it.
+type restartsBetween struct {
+	policed
+	n int
+}
+
+func (r *restartsBetween) Containers(ctx context.Context, service, unit, name string) ([]container, error) {
+	list, err := r.policed.Containers(ctx, service, unit, name)
+	if r.n > 0 {
+		r.n--
+		r.restartByHand(unit)
+		time.Sleep(400 * time.Millisecond)
+	}
+	return list, err
+}
+
+// The unit restarts while foreign containers are looked for: what was its own is not called foreign.
+func TestRestartWhileForeignContainersAreLookedFor(t *testing.T) {
+	for n := range 5 {
+		inWorld(t, func(t *testing.T, w *world) {
+			op := w.promote("v1")
+			rev, err := w.data.revision("hello", op.Candidate.Generation)
+			must(t, err)
+			w.stop()
+			looks := &restartsBetween{policed{w.h, w}, n}
+			w.s.host.containers = looks
+			must(t, w.s.commit(func(r *record) error { r.Containers = nil; return nil }))
+			if err := w.s.foreign(t.Context(), rev); err != nil {
+				t.Errorf("%d restarts: %v", n, err)
+			}
+			w.set(func() { // one with its label that it does not run
+				id := strings.Repeat("f", 64)
+				w.h.containers[id] = &hostContainer{app: &app{}, container: container{ID: id, Name: "hello2", Status: "running", ConmonPID: 1, Unit: "hello.service"}}
+			})
+			looks.n = min(n, 2)
+			if err := w.s.foreign(t.Context(), rev); !isCode(err, "foreign_container") {
+				t.Errorf("%d restarts: %v", n, err)
+			}
+			w.start()
+		})
+	}
+}
+
+// Podman does not answer between the stop and the start: the image is asked for again, within the
+// deadline, and nothing has failed to load.
+func TestPodmanHangsBeforeTheStart(t *testing.T) {
+	for _, tt := range []struct {
+		name  string
+		hangs time.Duration
+		state state
+		code  string
+	}{
+		{"for a moment", 25 * time.Second, promoted, ""},
+		{"past the deadline", 70 * time.Second, rolledBack, "startup_deadline"},
+	} {
+		for _, at := range []string{"look", "load"} {
+			t.Run(at+", "+tt.name, func(t *testing.T) {
+				inWorld(t, func(t *testing.T, w *world) {
+					w.promote("v1")
+					w.set(func() {
+						w.spoil = func(step, path string) error { // at the commit of the step
+							w.mu.Lock()
+							defer w.mu.Unlock()
+							if step == "syncdir" && w.last.Operation.Step == stepWrite && w.last.Operation.State == activating && !w.h.hung {
+								w.set(func() {
+									w.h.hung = true
+									if at == "load" {
+										clear(w.h.images)
+										w.h.loadsRefused = 1 << 30
+									} else {
+										w.h.podmanHangs = true
+									}
+								})
+								time.AfterFunc(tt.hangs, func() { w.set(func() { w.h.podmanHangs, w.h.loadsRefused = false, 0 }) })
+							}
+							return nil
+						}
+					})
+					op := w.await(w.submit(w.push("v2", app{})).ID)
+					w.expect(op, tt.state, tt.code)
+					if codes := w.logCodes(op.ID); !slices.Contains(codes, "host_not_answering") {
+						t.Errorf("log %v", codes)
+					}
+				})
+			})
+		}
+	}
+}
+
+// A load that Podman refuses has failed, after three tries; before the stop it touches nothing.
+func TestLoadRefused(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		loads := 0
+		w.onMutation(func(name string) (bool, error) {
+			if name == "load image" {
+				loads++
+				return false, errors.New("no space left on device")
+			}
+			return true, nil
+		})
+		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "load_failed")
+		if loads != 3 {
+			t.Errorf("%d loads", loads)
+		}
+		w.expectRuns(first.Candidate.Image)
+	})
+}
+
+// A service's own unit vanishes at its write: the file before it is put back.
+func TestUnitVanishesAtItsWrite(t *testing.T) {
+	t.Run("candidate", func(t *testing.T) {
+		inWorld(t, func(t *testing.T, w *world) {
+			first := w.promote("v1")
+			image := w.push("v2", app{})
+			var found []string // in the unit's file, at each reload
+			w.onMutation(func(name string) (bool, error) {
+				if name == "reload" {
+					found = append(found, lineOf(w.unitFile(), "Image="))
+					w.set(func() {
+						w.h.generator = func(_ string, text []byte) bool { return !strings.Contains(string(text), image) }
+					})
+				}
+				return true, nil
+			})
+			w.expect(w.await(w.submit(image).ID), rolledBack, "unit_invalid")
+			if len(found) < 2 || found[0] != image || found[1] != first.Candidate.Image {
+				t.Errorf("the unit's file at each reload: %v", found)
+			}
+			w.expectRuns(first.Candidate.Image)
+		})
+	})
+	t.Run("promoted", func(t *testing.T) {
+		inWorld(t, func(t *testing.T, w *world) {
+			image := w.push("v1", app{})
+			op := w.submit(image)
+			w.awaitState(op.ID, inProbation)
+			w.set(func() {
+				w.h.generator = func(_ string, text []byte) bool { return !strings.Contains(string(text), "[Install]") }
+			})
+			w.expect(w.await(op.ID), promoted, "")
+			time.Sleep(time.Second)
+			if st, err := w.h.Unit(t.Context(), "hello.service"); err != nil || st.LoadState != "loaded" || strings.Contains(w.unitFile(), "[Install]") {
+				t.Errorf("%v: the candidate's unit is not back: %s\n%s", err, st.LoadState, w.unitFile())
+			}
+			w.expectRuns(image)
+			w.set(func() { w.h.generator = nil })
+			w.until("installed", func(r *record) bool { return r.Installed })
+			if !strings.Contains(w.unitFile(), "[Install]") {
+				t.Error("the promoted unit does not start at boot")
+			}
+		})
+	})
+}
+
+// A large image from a slow registry: its time is the fetch deadline's only, and the old instance serves
+// meanwhile (R4).
+func TestSlowRegistry(t *testing.T) {
+	for _, tt := range []struct {
+		name  string
+		takes time.Duration
+		state state
+		code  string
+	}{
+		{"longer than every deadline of the rollout", 8 * time.Minute, promoted, ""},
+		{"longer than its own", time.Hour, hasFailed, "fetch_failed"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				first := w.promote("v1")
+				before := w.h.unit("hello.service").invocation
+				w.set(func() {
+					w.h.onFetch = func(ctx context.Context, image string) error {
+						select {
+						case <-time.After(tt.takes):
+							return nil
+						case <-ctx.Done():
+							return failed("fetch_failed", ctx.Err(), digestOf(image), "no answer")
+						}
+					}
+				})
+				begun := time.Now()
+				op := w.submit(w.push("v2", app{}))
+				time.Sleep(min(tt.takes, time.Duration(w.en.FetchDeadline)) - time.Second)
+				w.expectRuns(first.Candidate.Image)
+				if now := w.h.unit("hello.service").invocation; now != before || w.s.op().State != preparing {
+					t.Errorf("state %s; the old instance was touched: invocation %s, then %s", w.s.op().State, before, now)
+				}
+				w.expect(w.await(op.ID), tt.state, tt.code)
+				if d := time.Since(begun); tt.state == hasFailed && d > time.Duration(w.en.FetchDeadline)+time.Second {
+					t.Errorf("ended after %s", d)
+				}
+			})
+		})
+	}
 }

@@ -47,6 +47,11 @@ type fakeHost struct {
 	serial     int
 	taken      int // starts by hand that systemd took
 
+	signals signalling
+	ran     map[string]int // starts of units, by toad.operation, made or refused
+
+	hung         bool // a test's own mark
+	loadsRefused int  // connections for a load that nobody takes
 	registryDown bool
 	podmanHangs  bool
 	managerHangs bool
@@ -63,7 +68,20 @@ type fakeHost struct {
 	mutations []string
 }
 
+// signalling is how systemd's signals come: at once, late, or not at all. What is late still comes before
+// a later answer of systemd's, as on one connection.
+type signalling int
+
+const (
+	signalsAtOnce signalling = iota
+	signalsLate
+	signalsLost
+)
+
+const signalDelay = 2 * time.Second
+
 type app struct {
+	slow         time.Duration // it answers so late, as it is then
 	readyAfter   time.Duration // negative: never
 	readyFor     time.Duration // then unready for ever; 0: no end
 	exitAfter    time.Duration // 0: runs on
@@ -98,9 +116,16 @@ type hostUnit struct {
 	starts     []time.Time
 	holds      int
 	signals    []*unitSignals
+	late       []lateSignal
 	gen        int // cancels timers of an earlier life
 	dependents []string
 	exits      int
+}
+
+type lateSignal struct {
+	due    time.Time
+	to     []*unitSignals
+	status unitStatus
 }
 
 type hostContainer struct {
@@ -115,7 +140,7 @@ type fakeStart struct {
 }
 
 func newFakeHost(t testing.TB) *fakeHost {
-	h := &fakeHost{t: t, quadlets: filepath.Join(t.TempDir(), "quadlets"), units: map[string]*hostUnit{}, containers: map[string]*hostContainer{}, images: map[string]string{},
+	h := &fakeHost{t: t, quadlets: filepath.Join(t.TempDir(), "quadlets"), units: map[string]*hostUnit{}, containers: map[string]*hostContainer{}, images: map[string]string{}, ran: map[string]int{},
 		networks: map[string]bool{"systemd-apps": true}, apps: map[string]*app{}, registry: map[string]fakeImage{}, kernelBoot: "boot-1", incarn: 1, analyze: true}
 	must(t, os.MkdirAll(h.quadlets, 0o700))
 	must(t, os.WriteFile(filepath.Join(h.quadlets, "apps.network"), []byte("[Network]\n"), 0o600))
@@ -198,7 +223,7 @@ func (h *fakeHost) ask(ctx context.Context, hangs *bool) error {
 	if hung {
 		select {
 		case <-time.After(10 * time.Second):
-			return errors.New("no answer within 10s")
+			return errors.New(canary + ": no answer within 10s")
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -221,7 +246,9 @@ func (h *fakeHost) Unit(ctx context.Context, name string) (unitStatus, error) {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.unit(name).status(h), nil
+	u := h.unit(name)
+	u.deliver(time.Time{})
+	return u.status(h), nil
 }
 
 func (u *hostUnit) status(h *fakeHost) unitStatus {
@@ -310,8 +337,29 @@ func (h *fakeHost) collect(u *hostUnit) {
 
 func (h *fakeHost) set(u *hostUnit, active, sub string) {
 	u.active, u.sub = active, sub
-	for _, s := range u.signals {
-		s.put(unitStatus{ActiveState: active, SubState: sub, InvocationID: u.invocation, NRestarts: u.nrestarts, MainPID: u.mainPID})
+	if h.signals == signalsLost {
+		return
+	}
+	u.late = append(u.late, lateSignal{time.Now().Add(signalDelay), slices.Clone(u.signals),
+		unitStatus{ActiveState: active, SubState: sub, InvocationID: u.invocation, NRestarts: u.nrestarts, MainPID: u.mainPID}})
+	if h.signals == signalsAtOnce {
+		u.deliver(time.Time{})
+		return
+	}
+	time.AfterFunc(signalDelay, func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		u.deliver(time.Now())
+	})
+}
+
+// deliver puts what is late and due by then, in order; all of it for the zero time.
+func (u *hostUnit) deliver(by time.Time) {
+	for len(u.late) > 0 && (by.IsZero() || !u.late[0].due.After(by)) {
+		for _, s := range u.late[0].to {
+			s.put(u.late[0].status)
+		}
+		u.late = u.late[1:]
 	}
 }
 
@@ -364,6 +412,7 @@ func (h *fakeHost) next() int { h.serial++; return h.serial }
 // run begins one invocation of a unit.
 func (h *fakeHost) run(u *hostUnit) {
 	now := time.Now()
+	h.ran[labelsOf(u.text)["toad.operation"]]++
 	u.starts = append(u.starts, now)
 	recent := 0
 	for _, t := range u.starts {
@@ -374,6 +423,7 @@ func (h *fakeHost) run(u *hostUnit) {
 	image := lineOf(u.text, "Image=")
 	a := h.apps[digestOf(image)]
 	if recent > 5 && (a == nil || !a.noLimit) {
+		u.gen++
 		u.job, u.result = 0, "start-limit-hit"
 		h.set(u, "failed", "failed")
 		return
@@ -699,7 +749,7 @@ func (h *fakeHost) Remove(ctx context.Context, id string) error {
 	defer h.mu.Unlock()
 	if c := h.containers[id]; apply && c != nil {
 		if len(h.unit(c.Unit).lingering) > 0 {
-			return errors.New("given PID did not die within timeout")
+			return errors.New(canary + ": given PID did not die within timeout")
 		}
 		delete(h.containers, id)
 	}
@@ -721,7 +771,14 @@ func (h *fakeHost) Image(ctx context.Context, ref string) (string, error) {
 // Load reads an OCI archive as Podman does: it checks what it stores.
 func (h *fakeHost) Load(ctx context.Context, r io.Reader) error {
 	if err := h.ask(ctx, &h.podmanHangs); err != nil {
-		return err
+		return fmt.Errorf("%w: %w", errUnreachable, err)
+	}
+	h.mu.Lock()
+	refused := h.loadsRefused > 0
+	h.loadsRefused--
+	h.mu.Unlock()
+	if refused {
+		return errUnreachable
 	}
 	apply, stepErr := h.step("load image")
 	blobs := map[string][]byte{}
@@ -797,6 +854,20 @@ func (h *fakeHost) Exists(ctx context.Context, kind, name string) (bool, error) 
 func (h *fakeHost) probe(ctx context.Context, t target) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	for _, c := range h.containers {
+		if slow := c.app.slow; slow > 0 && c.Addresses["systemd-apps"] == t.address {
+			h.mu.Unlock()
+			select {
+			case <-time.After(slow):
+			case <-ctx.Done():
+			}
+			h.mu.Lock()
+			if ctx.Err() != nil {
+				return notReady("no answer in time")
+			}
+			break
+		}
+	}
 	for _, c := range h.containers {
 		if c.Status == "running" && c.Addresses["systemd-apps"] == t.address {
 			up := time.Since(c.begun)

@@ -61,27 +61,41 @@ func (s *service) wrote(m unitIdentity) bool {
 	return err == nil && rev.Operation == m.Operation
 }
 
-// foreign sees that no container has the service's name or labels but the one that its unit runs.
+// foreign sees that no container has the service's name or labels but the one that its unit runs. The
+// unit is looked at before and after the list: what both agree on is what the list was made of.
 func (s *service) foreign(ctx context.Context, rev *revision) error {
 	unit := serviceName(rev.Enrollment.Unit)
-	list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+	before, err := s.host.units.Unit(ctx, unit)
 	if err != nil {
 		return err
 	}
-	st, err := s.host.units.Unit(ctx, unit)
-	if err != nil {
-		return err
-	}
-	for _, c := range list {
-		if c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == st.MainPID || slices.Contains(s.rec.Load().Containers, c.ID) {
-			continue
+	for try := 1; ; try++ {
+		list, err := s.host.containers.Containers(ctx, s.name, unit, rev.Container)
+		if err != nil {
+			return err
 		}
-		if c.Unit == unit && (st.Job != 0 || st.ActiveState == "activating" || st.ActiveState == "deactivating") {
-			continue // between two starts of its own; whoever is still there after the stop is seen then
+		after, err := s.host.units.Unit(ctx, unit)
+		if err != nil {
+			return err
 		}
-		return failed("foreign_container", nil, c.Name, shortID(c.ID))
+		same := before.InvocationID == after.InvocationID && before.MainPID == after.MainPID && before.Job == after.Job &&
+			before.ActiveState == after.ActiveState
+		between := !same || after.Job != 0 || after.ActiveState == "activating" || after.ActiveState == "deactivating"
+		again := false
+		for _, c := range list {
+			switch {
+			case c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == after.MainPID, slices.Contains(s.rec.Load().Containers, c.ID):
+			case c.Unit == unit && between:
+				again = again || !same // its own, of a start before or after; whoever is still there after the stop is seen then
+			default:
+				return failed("foreign_container", nil, c.Name, shortID(c.ID))
+			}
+		}
+		if !again || try == 3 {
+			return nil
+		}
+		before = after
 	}
-	return nil
 }
 
 func shortID(id string) string { return id[:min(12, len(id))] }
@@ -109,7 +123,9 @@ func (s *service) alone(ctx context.Context, rev *revision) error {
 }
 
 // ensureImage sees that Podman has the image under its reference and that it is the verified one, and
-// loads it from the layout if it is not there. It tells whether it had to.
+// loads it from the layout if it is not there. It tells whether it had to. Only a load that was refused
+// or broke, again and again, has failed: a Podman that does not answer has said nothing, and can be asked
+// again.
 func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, err error) {
 	for range 3 {
 		var id string
@@ -120,16 +136,14 @@ func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, 
 		case err == nil:
 			return loaded, failed("digest_mismatch", fmt.Errorf("podman has image id %s, the manifest names %s", id, ref.ConfigID), ref.Image)
 		case !errors.Is(err, errNotFound):
-			return loaded, failed("load_failed", err)
+			return loaded, fmt.Errorf("looking for the image: %w", err)
 		}
 		s.say("loading")
-		if err = s.load(ctx, ref); err == nil {
-			loaded = true
-			continue
+		err = s.load(ctx, ref)
+		if errors.Is(err, errUnreachable) || ctx.Err() != nil {
+			return loaded, fmt.Errorf("loading the image: %w", err)
 		}
-		if ctx.Err() != nil {
-			break
-		}
+		loaded = loaded || err == nil
 	}
 	return loaded, failed("load_failed", err)
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"strconv"
@@ -351,4 +352,143 @@ func TestLabSignalsLost(t *testing.T) {
 		t.Errorf("Toad counted %d restarts, systemd %d", op.Restarts, n)
 	}
 	s.expectRuns(image)
+}
+
+// The container is replaced while it is being asked: by a restart, which systemd signals in the middle of
+// the answer, and behind systemd's back. Neither answer counts, each says why, and the window begins again.
+func TestLabReplacedWhileAsked(t *testing.T) {
+	t.Parallel()
+	s := theLab(t).enroll(t, "between", func(s *labService) {
+		s.en.Probation = probation{RolloutDeadline: duration(4 * time.Minute), StabilityWindow: duration(2 * time.Minute), RestartBudget: 20}
+		s.en.Readiness.Timeout = duration(6 * time.Second)
+	})
+	t.Cleanup(func() { s.try("podman", "rm", "-f", "-t0", "-i", "between-other", "between-real") })
+	image := s.image("VERSION=1", "SLOW=4s", "IGNORE_TERM=1") // it is asked all the time, and goes on answering when it is to stop
+	id := s.submit(image).ID
+	for range 2 {
+		s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+		said, before := len(s.log(id)), s.operation(id).Restarts
+		s.exec(t, "systemctl --user restart between.service")
+		const want = "the stability window begins again after "
+		if !s.within(20*time.Second, func() bool {
+			log := s.log(id)[said:]
+			return strings.Contains(log, want) && strings.Contains(log, changedWhileAsked)
+		}) {
+			t.Fatalf("the log does not say %q and %q:\n%s", want, changedWhileAsked, s.log(id)[said:])
+		}
+		if op := s.operation(id); op.ReadyForSeconds != 0 || op.Restarts <= before {
+			t.Errorf("ready for %v s, %d restarts after %d", op.ReadyForSeconds, op.Restarts, before)
+		}
+	}
+
+	// Which look meets the other container is chance: it is put there until one does after an answer.
+	s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+	const want = "it changed while it answered: the container of that name is not run by the unit"
+	s.exec(t, "podman run -q -d --name between-other --network apps "+image)
+	met := s.within(90*time.Second, func() bool {
+		s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+		said := len(s.log(id))
+		s.exec(t, "podman rename between between-real && podman rename between-other between")
+		if !s.within(20*time.Second, func() bool { return strings.Contains(s.log(id)[said:], "is not run by the unit") }) {
+			t.Fatalf("another container under its name counts:\n%s", s.log(id))
+		}
+		s.exec(t, "podman rename between between-other && podman rename between-real between")
+		return strings.Contains(s.log(id)[said:], want)
+	})
+	if !met {
+		t.Errorf("the log never says %q:\n%s", want, s.log(id))
+	}
+	s.requestRollback(id)
+	s.expect(s.await(id, nil), "failed", "no_rollback_target")
+}
+
+// The old instance, started again outside its unit, takes the candidate's address on the enrolled network
+// and answers 200 there: it is not asked.
+func TestLabOldInstanceOnTheAddress(t *testing.T) {
+	t.Parallel()
+	s := theLab(t).enroll(t, "address", func(s *labService) {
+		s.en.Probation = probation{RolloutDeadline: duration(3 * time.Minute), StabilityWindow: duration(2 * time.Second), RestartBudget: 1}
+	})
+	old, next := s.image("VERSION=1"), s.image("VERSION=2")
+	promotion := s.promote(old)
+	s.en.Probation.StabilityWindow = duration(time.Minute)
+	s.apply()
+	id := s.submit(next).ID
+	s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+	t.Cleanup(func() { s.try("podman", "rm", "-f", "-t0", "-i", "address-old") })
+
+	at := s.address()
+	s.exec(t, fmt.Sprintf("podman network disconnect apps address && podman run -q -d --name address-old --label toad.operation=%s --network apps --ip %s %s", promotion.ID, at, old))
+	s.eventually("the old image answers on the address", func() bool {
+		out, _ := s.try("podman", "unshare", "--rootless-netns", "curl", "-sS", "-m2", "http://"+at+":8080/ready")
+		return out == "ok 1"
+	})
+	s.said(id, "the container has no address on the enrolled network")
+	if op := s.operation(id); op.ReadyForSeconds != 0 || op.Terminal {
+		t.Errorf("the old instance's answers count: %s, ready for %v s", op.State, op.ReadyForSeconds)
+	}
+	s.exec(t, "podman rm -f -t0 address-old && podman network connect --ip "+at+" apps address")
+	s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+	if op := s.operation(id); op.Restarts != 0 {
+		t.Errorf("%d restarts", op.Restarts)
+	}
+	s.requestRollback(id)
+	s.expect(s.await(id, nil), "rolled_back", "requested")
+	s.expectRuns(old)
+}
+
+// The same image under two digests: one is stored beside the other, Podman's ImageDigest names whichever
+// came last, and each deployment is told from the other by its own reference. G5.
+func TestLabSameImageUnderTwoDigests(t *testing.T) {
+	t.Parallel()
+	s := theLab(t).enroll(t, "twin", brisk)
+	one := s.image("VERSION=1")
+	s.promote(one)
+	two := s.en.Repository + "@sha256:" + s.exec(t, fmt.Sprintf(`type=application/vnd.oci.image.manifest.v1+json at=http://registry.lab:5000/v2/apps/twin/manifests
+curl -fsS -H "Accept: $type" $at/%s | jq -j '.annotations.twin = "again"' > /tmp/twin && curl -fsS -X PUT -H "Content-Type: $type" --data-binary @/tmp/twin $at/again && sha256sum /tmp/twin | cut -d' ' -f1`, digestOf(one)))
+	s.promote(two)
+	s.expectRuns(two)
+	ids := strings.Fields(s.exec(t, fmt.Sprintf("podman image inspect -f '{{.Id}} {{.Digest}}' %s %s", one, two)))
+	if ids[0] != ids[2] {
+		t.Fatalf("two images, %v: this shows nothing", ids)
+	}
+	t.Logf("image id and digest by each reference: %v", ids)
+	s.promote(one)
+	s.expectRuns(one)
+	s.expect(s.rollback(), "promoted", "")
+	s.expectRuns(two)
+}
+
+// Another image is put under the candidate's reference in Podman, and the candidate restarted: what runs
+// then has the reference and the labels, and is not the verified image. Podman itself refuses to do this
+// (no tag has a digest, and a load is compared with it), so its storage is edited.
+func TestLabAnotherImageUnderTheReference(t *testing.T) {
+	s := theLab(t).enroll(t, "swapped", func(s *labService) {
+		s.en.Probation = probation{RolloutDeadline: duration(3 * time.Minute), StabilityWindow: duration(2 * time.Second), RestartBudget: 5}
+	})
+	old, next := s.image("VERSION=1"), s.image("VERSION=2")
+	s.promote(old)
+	s.en.Probation.StabilityWindow = duration(time.Minute)
+	s.apply()
+	id := s.submit(next).ID
+	s.await(id, func(op wireOperation) bool { return op.ReadyForSeconds > 0 })
+
+	var archive bytes.Buffer
+	must(t, writeArchive(&archive, s.path("/home/toad/.local/share/toad/services/swapped/images"), next, digestOf(old)))
+	load := s.lab.lab("exec", "podman", "load")
+	load.Stdin = &archive
+	if out, err := load.CombinedOutput(); err == nil || !strings.Contains(string(out), "would not match") {
+		t.Errorf("Podman loads another image under the reference: %v: %s", err, out)
+	}
+	s.exec(t, fmt.Sprintf(`cd .local/share/containers/storage/overlay-images && other=$(podman image inspect -f '{{.Id}}' %[1]s) &&
+jq --arg ref %[2]s --arg other $other 'map(.names = ((.names // []) - [$ref] + if .id == $other then [$ref] else [] end))' images.json > images.json.new && mv images.json.new images.json &&
+systemctl --user restart swapped.service`, old, next))
+	t.Logf("runs now: %s", s.exec(t, "podman ps --no-trunc --filter label=toad.service=swapped --format '{{.Image}} {{.ImageID}}'"))
+	s.said(id, "the container runs another image than the verified one")
+	if op := s.operation(id); op.ReadyForSeconds != 0 || op.Restarts != 1 || op.Terminal {
+		t.Errorf("%s, ready for %v s, %d restarts", op.State, op.ReadyForSeconds, op.Restarts)
+	}
+	s.requestRollback(id)
+	s.expect(s.await(id, nil), "rolled_back", "requested")
+	s.expectRuns(old)
 }

@@ -30,6 +30,9 @@ import (
 	podmanversion "github.com/containers/podman/v5/version"
 )
 
+// errUnreachable: nobody took the connection, so nothing was said and nothing was done.
+var errUnreachable = errors.New("podman cannot be reached")
+
 type podman struct {
 	conn    *bindings.Connection
 	timeout time.Duration // of each call but Load, whatever the caller's context says
@@ -44,7 +47,11 @@ func newPodman(uri string) *podman {
 	u := &url.URL{Scheme: "unix", Path: strings.TrimPrefix(uri, "unix://")}
 	p.conn = &bindings.Connection{URI: u, Client: &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return (&net.Dialer{Timeout: p.timeout}).DialContext(ctx, "unix", u.Path)
+			conn, err := (&net.Dialer{Timeout: p.timeout}).DialContext(ctx, "unix", u.Path)
+			if err != nil {
+				err = fmt.Errorf("%w: %w", errUnreachable, err)
+			}
+			return conn, err
 		},
 		DisableCompression: true,
 		DisableKeepAlives:  true,

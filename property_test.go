@@ -84,7 +84,7 @@ func (w *world) arm(n int, variant string, pick func(name string) bool) {
 		case notHeard:
 			return true, w.kill()
 		case errorApplied:
-			return true, errors.New("an error, though applied")
+			return true, errors.New(canary + ": an error, though applied")
 		}
 		return true, nil
 	})
@@ -96,7 +96,7 @@ func (w *world) arm(n int, variant string, pick func(name string) bool) {
 			case notHeard: // that is before the next one
 				w.set(func() { w.countdown, w.variant, w.pick = 1, notApplied, nil })
 			case errorApplied: // for a replacement this is its directory's sync
-				return errors.New("input/output error")
+				return errors.New(canary + ": input/output error")
 			}
 			return nil
 		}
@@ -187,8 +187,8 @@ func (w *world) deploy(image string) {
 // the service takes a deployment to its promotion.
 func (w *world) settled() {
 	w.disarm()
-	w.set(func() { w.h.registryDown, w.h.podmanHangs, w.h.managerHangs = false, false, false })
 	w.set(func() {
+		w.h.registryDown, w.h.podmanHangs, w.h.managerHangs, w.h.signals = false, false, false, signalsAtOnce
 		for _, a := range w.h.apps { // whatever nobody could kill dies at last
 			a.unkillable = false
 		}
@@ -227,8 +227,124 @@ func (w *world) settled() {
 	w.chain()
 }
 
+// restorable is I6: with the registry gone and everything pruned, a failed candidate is rolled back to the
+// target, and the retained revision can be deployed again.
+func (w *world) restorable() {
+	target, retained := w.s.rec.Load().Current, w.s.rec.Load().Rollback
+	w.set(func() {
+		if retained != nil { // whatever the world did to its app is over
+			*w.h.apps[retained.digest()] = app{readyAfter: time.Second}
+		}
+	})
+	lose := func() {
+		w.set(func() { w.h.registryDown = true })
+		w.h.prune()
+	}
+	w.keys++
+	op, _, err := w.s.submit(w.request(w.push("bad at last", app{exitAfter: time.Second}), fmt.Sprintf("key-%d", w.keys)))
+	must(w.t, err)
+	w.accepted = append(w.accepted, op.ID)
+	w.awaitState(op.ID, activating)
+	lose()
+	w.onMutation(func(string) (bool, error) { w.h.prune(); return true, nil })
+	if op = w.await(op.ID); op.State != rolledBack {
+		w.t.Errorf("I6: with the registry gone the target is not restored: %s (%v)", op.State, op.Failure)
+	}
+	w.expectRuns(target.Image)
+	if retained == nil {
+		return
+	}
+	w.keys++
+	r := w.s.rec.Load()
+	if op, _, err = w.s.submit(submission{kind: "rollback", key: fmt.Sprintf("key-%d", w.keys), hash: "h", actor: "local", expected: r.Generation}); err != nil {
+		w.t.Fatalf("I6: the retained revision is refused: %v", err)
+	}
+	w.accepted = append(w.accepted, op.ID)
+	if op = w.await(op.ID); op.State != promoted {
+		w.t.Errorf("I6: with the registry gone the retained revision is not restored: %s (%v)", op.State, op.Failure)
+	}
+	w.onMutation(nil)
+	w.until("installed", func(r *record) bool { return r.Installed })
+	w.expectRuns(retained.Image)
+}
+
+// secretive is I12: nothing that a token can read has an environment value, a path of the host, or the
+// text of a host's error.
+func (w *world) secretive() {
+	w.t.Helper()
+	synctest.Wait()
+	said := map[string]string{}
+	for _, pattern := range []string{"events.jsonl", "operations/*.log"} {
+		paths, err := filepath.Glob(w.data.serviceFile("hello", pattern))
+		must(w.t, err)
+		for _, p := range paths {
+			b, err := os.ReadFile(p)
+			must(w.t, err)
+			said[filepath.Base(p)] = string(b)
+		}
+	}
+	show := func(what string, v any) {
+		b, err := json.Marshal(v)
+		must(w.t, err)
+		said[what] = string(b)
+	}
+	if w.s.rec.Load() != nil {
+		show("the service", w.s.view(false))
+		if op := w.s.op(); op != nil {
+			show("operation "+op.ID, w.s.wire(op))
+		}
+	}
+	for _, id := range w.accepted {
+		if op, err := w.data.operation("hello", id); err == nil {
+			show("operation "+id, w.s.wire(op))
+		}
+	}
+	for what, text := range said {
+		for _, secret := range []string{canary, w.dir, w.h.quadlets, "/run/user/", "/user.slice", "7160 [app]"} {
+			if i := strings.Index(text, secret); i >= 0 {
+				w.t.Errorf("I12: %s has %q: …%s…", what, secret, text[max(0, i-80):min(len(text), i+len(secret)+40)])
+			}
+		}
+	}
+}
+
+const bystanderUnit = "# toad data=aaaa service=bystander generation=1 operation=00000000000000000000000000\n[Container]\nContainerName=bystander\nImage=registry.example.org/apps/bystander@%s\nLabel=toad.service=bystander\n\n[Install]\nWantedBy=default.target\n"
+
+// stander puts another service on the host, which runs.
+func (w *world) stander() {
+	image := w.h.push("registry.example.org/apps/bystander", "bystander", app{})
+	path := filepath.Join(w.h.quadlets, "bystander", "bystander.container")
+	must(w.t, os.Mkdir(filepath.Dir(path), 0o700))
+	must(w.t, os.WriteFile(path, fmt.Appendf(nil, bystanderUnit, digestOf(image)), 0o600))
+	w.h.reload()
+	must(w.t, w.h.start("bystander.service"))
+}
+
+// bystander is I8: the other service was not touched, and its unit is still loaded.
+func (w *world) bystander() {
+	w.h.mu.Lock()
+	defer w.h.mu.Unlock()
+	for _, m := range w.h.mutations {
+		if strings.Contains(m, "bystander") {
+			w.t.Errorf("I8: %s", m)
+		}
+	}
+	u := w.h.units["bystander.service"]
+	if u == nil { // there is none in this world
+		return
+	}
+	b, err := os.ReadFile(filepath.Join(w.h.quadlets, "bystander", "bystander.container"))
+	if err != nil || string(b) != u.text {
+		w.t.Errorf("I8: the unit of another service was changed, or is not loaded: %v\n%s", err, u.text)
+	}
+	if c := u.container; c != nil && w.h.containers[c.ID] != c {
+		w.t.Error("I8: the container of another service was removed")
+	}
+}
+
 // chain verifies the whole event log against the record's head.
 func (w *world) chain() {
+	synctest.Wait() // nobody is in the middle of a commit
 	b, err := os.ReadFile(w.data.serviceFile("hello", "events.jsonl"))
 	if err != nil {
 		w.t.Fatal(err)
@@ -300,7 +416,8 @@ var behaviours = []struct {
 
 var happenings = []string{"deploy", "deploy", "deploy", "stop toad", "start toad", "restart toad", "kill at (before)", "kill at (after)", "kill at (error)",
 	"kill at (before)", "restart by hand", "kill the main process", "podman hangs", "manager hangs", "podman and manager answer", "ask for rollback", "deploy the retained",
-	"the wall clock steps ahead", "the wall clock steps back", "reboot", "reboot, another kernel", "prune", "registry down", "registry up"}
+	"the wall clock steps ahead", "the wall clock steps back", "reboot", "reboot, another kernel", "prune", "registry down", "registry up",
+	"signals are lost", "signals are late", "signals come"}
 
 func (w *world) happen(i int, s happening) {
 	time.Sleep(s.after)
@@ -359,6 +476,12 @@ func (w *world) happen(i int, s happening) {
 		if s.kind != "reboot" {
 			w.set(func() { w.h.kernelBoot += "+" })
 		}
+	case "signals are lost":
+		w.set(func() { w.h.signals = signalsLost })
+	case "signals are late":
+		w.set(func() { w.h.signals = signalsLate })
+	case "signals come":
+		w.set(func() { w.h.signals = signalsAtOnce })
 	case "prune":
 		w.h.prune()
 	case "registry down":
@@ -381,10 +504,16 @@ func TestRolloutKeepsItsPromises(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		schedule := rapid.SliceOfN(one, 1, 14).Draw(rt, "schedule")
 		f := explore(t, func(w *world) {
+			w.stander()
 			for i, s := range schedule {
 				w.happen(i, s)
+				w.secretive()
 			}
 			w.settled()
+			w.restorable()
+			w.chain()
+			w.secretive()
+			w.bystander()
 		})
 		if len(f.list) > 0 {
 			var text strings.Builder

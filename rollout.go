@@ -483,9 +483,13 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	if err := s.ended(rev, ""); err != nil {
 		return err
 	}
-	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
+	by := s.op().RolloutDeadline
+	if d := s.op().StartupDeadline; d != nil && s.left(d) < s.left(by) {
+		by = d
+	}
+	sctx, cancel := s.within(ctx, by)
 	defer cancel()
-	err := s.insist(sctx, s.op().RolloutDeadline, func() error {
+	err := s.insist(sctx, by, func() error {
 		return s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
 	})
 	if err == nil {
@@ -603,6 +607,30 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 	reconciled := false // the candidate was started in this boot
 	// A start after a boot was meant and not seen: whether it was made, the host knows.
 	meant := s.op().Step == stepStart && s.op().Restarts.Invocation == ""
+	var givenUp *observation // because systemd signalled a change while the instance was asked
+	unready := func(why string) {
+		last = why
+		if why != said || time.Since(saidAt) > 30*time.Second {
+			said, saidAt = why, time.Now()
+			s.say("not_ready", why)
+		}
+	}
+	judge := func(o observation) (full bool) {
+		wasBegun := !w.first.IsZero()
+		full, lost := w.add(o)
+		if lost != "" {
+			s.say("window_reset", s.readyFor().Round(time.Millisecond), lost)
+			said, saidAt = lost, time.Now()
+		}
+		s.setReadyFor(w.readyFor())
+		switch {
+		case !o.ready():
+			unready(o.reason)
+		case !wasBegun || lost != "":
+			said = ""
+		}
+		return full
+	}
 	for {
 		begun := time.Now()
 		if err := s.ended(rev, last); err != nil {
@@ -610,6 +638,15 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 		}
 		next := begun.Add(interval)
 		st, err := s.look(ctx, rev, unit)
+		if err == nil && givenUp != nil {
+			// Whatever it was going to answer, it is not this instance's any more if this one has changed.
+			if b := givenUp.status; st.ActiveState != "active" || st.InvocationID != b.InvocationID || st.MainPID != b.MainPID {
+				judge(observation{at: time.Now(), reason: changedWhileAsked})
+			} else {
+				unready(changedWhileAsked)
+			}
+			givenUp = nil
+		}
 		if err == nil && !asked {
 			err = s.missedStarts(ctx, rev)
 			asked = err == nil
@@ -658,28 +695,20 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 		case errors.Is(err, errStorage):
 			return err
 		case errors.Is(err, errChanged):
-			next = begun // look again at once, at what was signalled
+			next = begun           // look again at once, at what was signalled
+			if o.container != "" { // it was being asked
+				givenUp = &o
+			}
 		case err != nil:
 			s.log.Warn("observing", "err", err)
 			o = observation{at: time.Now(), reason: "the host does not answer"}
 			fallthrough
 		default:
-			wasBegun := !w.first.IsZero()
-			full, lost := w.add(o)
-			if lost != "" {
-				s.say("window_reset", s.readyFor().Round(time.Millisecond), lost)
-				said, saidAt = lost, time.Now()
-			}
-			s.setReadyFor(w.readyFor())
+			begins := w.first
+			full := judge(o)
 			if !o.ready() {
-				last = o.reason
 				s.imageForStart(ctx, s.op().RolloutDeadline, o.status, s.op().Candidate)
-				if o.reason != said || time.Since(saidAt) > 30*time.Second {
-					said, saidAt = o.reason, time.Now()
-					s.say("not_ready", o.reason)
-				}
-			} else if !wasBegun || lost != "" {
-				said = ""
+			} else if w.first != begins {
 				if err := s.sawReady(o); err != nil {
 					return err
 				}
@@ -798,22 +827,26 @@ func (s *service) startAfterBoot(ctx context.Context, rev *revision) error {
 	return err
 }
 
-// errChanged ends an observation because systemd signalled a change of the unit.
+// errChanged ends an observation because systemd signalled a change of the unit, or a request came.
 var errChanged = errors.New("the unit changed")
+
+// changedWhileAsked is why an observation does not count that was given up for a change of the unit.
+const changedWhileAsked = "it changed while it was asked"
 
 // observe makes one observation, given up at once when systemd signals a change of the unit or a
 // deadline passes, so that a slow answer never hides a restart.
 func (s *service) observe(ctx context.Context, rev *revision) (observation, error) {
 	octx, cancel := context.WithTimeout(ctx, max(s.left(s.op().RolloutDeadline), time.Millisecond))
 	defer cancel()
-	changed, done := false, make(chan struct{})
+	var signalled, woken bool
+	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		select {
 		case <-s.signals.C:
-			changed = true
+			signalled = true
 		case <-s.wake: // a request
-			changed = true
+			woken = true
 		case <-octx.Done():
 		}
 		cancel()
@@ -821,10 +854,12 @@ func (s *service) observe(ctx context.Context, rev *revision) (observation, erro
 	o, err := observe(octx, s.host.units, s.host.containers, s.host.probe, rev, s.op().Candidate)
 	cancel()
 	<-done
-	if changed && err != nil {
+	switch {
+	case err != nil && signalled:
 		return o, errChanged
-	}
-	if changed { // complete all the same; the signal is looked at next
+	case err != nil && woken:
+		return observation{}, errChanged
+	case signalled || woken: // complete all the same; what it was is looked at next
 		s.poke()
 	}
 	if err == nil && o.container != "" && !slices.Contains(s.rec.Load().Containers, o.container) && o.status.InvocationID == s.op().Restarts.Invocation {
@@ -1056,23 +1091,27 @@ func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
 	return nil
 }
 
-// placeTarget puts the target's bytes and unit in place; what the host refuses for a moment is tried
-// again for as long as a start would be given.
+// placeTarget puts the target's bytes and unit in place. What the host refuses is tried five times;
+// where nobody answers, it is tried for as long as a start would be given.
 func (s *service) placeTarget(ctx context.Context, rev *revision, t reference) error {
-	var err error
-	for range 5 {
-		if err = s.place(ctx, rev, t, rev.unit); err == nil || s.undecided(ctx, err) {
+	silence := s.after(time.Duration(rev.Enrollment.Probation.RolloutDeadline))
+	for refused := 0; ; {
+		err := s.insist(ctx, silence, func() error {
+			pctx, cancel := context.WithTimeout(ctx, time.Duration(rev.Enrollment.FetchDeadline)) // a load has no bound of its own
+			defer cancel()
+			return s.place(pctx, rev, t, rev.unit)
+		})
+		if refused++; err == nil || s.undecided(ctx, err) || refused == 5 || s.left(silence) <= 0 {
 			return err
 		}
 		if isCode(err, "unit_not_owned") || isCode(err, "digest_mismatch") {
 			return err
 		}
 		s.log.Warn("putting the target in place", "err", err)
-		if werr := s.wait(ctx, time.Second); werr != nil {
-			return werr
+		if err := s.wait(ctx, time.Second); err != nil {
+			return err
 		}
 	}
-	return err
 }
 
 // verifying persists that the target's start was taken, or that it ran already; its deadline begins

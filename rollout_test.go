@@ -18,9 +18,13 @@ import (
 
 const testRepository = "registry.example.org/apps/hello"
 
+// canary is what nobody but the host's operator may read: an environment value, and the text of errors.
+const canary = "canary-in-the-mine"
+
 // testTemplate starts at boot and has no restart policy of its own: the in-memory host restarts.
 const testTemplate = `[Container]
 ContainerName=hello
+Environment=PASSWORD=` + canary + `
 Network=apps.network
 StopTimeout=2
 
@@ -255,6 +259,12 @@ func (w *world) invariants(r *record) {
 		}
 		if o.Restarts.Count < p.Restarts.Count {
 			bad("restarts went from %d to %d", p.Restarts.Count, o.Restarts.Count)
+		}
+		w.h.mu.Lock()
+		ran := w.h.ran[o.ID]
+		w.h.mu.Unlock()
+		if o.Restarts.Count > max(0, ran-1) {
+			bad("%d restarts are counted of %d starts", o.Restarts.Count, ran)
 		}
 	}
 	if o.State == promoted && (p == nil || p.State != promoted) {
@@ -706,7 +716,9 @@ func TestRollbackRequestInEachState(t *testing.T) {
 			inWorld(t, func(t *testing.T, w *world) {
 				first := w.promote("v1")
 				op := w.submit(w.push("v2", app{}))
-				w.awaitState(op.ID, tt.at)
+				w.awaitThat(op.ID, func(op *operation) bool { // in activating: once the stop is meant
+					return op.State == tt.at && (tt.at != activating || op.Step != "") || op.State.terminal()
+				})
 				_, again, err := w.s.requestRollback(op.ID, "local")
 				must(t, err)
 				if again {
@@ -856,7 +868,8 @@ func TestWhoAnswers(t *testing.T) { // R10
 		after  bool // while it answers; else before the first look
 		want   string
 	}{
-		"itself":             {func(*world) {}, true, ""},
+		"itself": {func(*world) {}, true, ""},
+		// The same image under another digest beside it (G5) is told by the reference, another one by its id.
 		"another image":      {func(w *world) { of(w).ImageID = "sha256:" + strings.Repeat("0", 64) }, false, "the container runs another image than the verified one"},
 		"another reference":  {func(w *world) { of(w).ImageName = testRepository + "@sha256:" + strings.Repeat("0", 64) }, false, "the container runs another image reference"},
 		"another operation":  {func(w *world) { of(w).Labels["toad.operation"] = "x" }, false, "the container does not carry the labels of this revision"},
