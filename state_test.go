@@ -243,6 +243,34 @@ func TestDiskFillsDuringARollout(t *testing.T) {
 	})
 }
 
+// The disk fills up before anything was touched: the operation waits for space until its deadline, and ends.
+func TestDiskFillsWhilePreparing(t *testing.T) {
+	for _, what := range []string{"/revisions/", "/images/"} {
+		t.Run(strings.Trim(what, "/"), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				first := w.promote("v1")
+				w.set(func() {
+					w.spoil = func(step, path string) error {
+						if step == "write" && strings.Contains(path, what) {
+							return syscall.ENOSPC
+						}
+						return nil
+					}
+				})
+				op := w.submit(w.push("v2", app{}))
+				w.expect(w.await(op.ID), hasFailed, "state_unavailable")
+				if d := w.s.op().FinishedAt.Sub(op.CreatedAt); d < 9*time.Minute || d > 11*time.Minute {
+					t.Errorf("it ended after %s, the deadline was 10m", d)
+				}
+				w.expectRuns(first.Candidate.Image)
+				w.set(func() { w.spoil = nil })
+				w.until2("usable again", func() bool { return w.s.usable() == nil })
+				w.promote("v3")
+			})
+		})
+	}
+}
+
 func TestSweepRemovesWhatWasHalfWritten(t *testing.T) {
 	dir, quadlets := t.TempDir(), t.TempDir()
 	d, err := openData(dir, quadlets)
