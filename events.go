@@ -120,6 +120,7 @@ var logTexts = map[string]string{
 	"boot":                "the host was booted: the candidate is started again under the original deadline",
 	"boot_late":           "the host was booted, and the original deadline leaves no whole stability window",
 	"host_not_answering":  "the host does not answer",
+	"disk_full":           "there is no room on the disk of the records; trying again until the deadline",
 	"held":                "the service is held until the instance is gone",
 	"retention_problem":   "the rollback target has a problem: %s",
 	"image_missing_again": "the image had gone from Podman and was loaded again",

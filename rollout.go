@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 )
 
@@ -310,14 +311,26 @@ func (s *service) prepare(ctx context.Context) (*revision, imageInfo, error) {
 	defer cancel()
 	var rev *revision
 	var info imageInfo
+	var full error // the disk was, when it was last tried
 	err := s.insist(ctx, op.FetchDeadline, func() (err error) {
 		rev, info, err = s.prepareWithin(ctx, op)
+		switch {
+		case ctx.Err() != nil: // whatever came of it
+		case errors.Is(err, syscall.ENOSPC) && s.stale() == nil:
+			// The record is whole, and all that could not be written is written again from it.
+			full = fmt.Errorf("%s: %w", err.Error(), syscall.ENOSPC)
+			return full
+		default:
+			full = nil
+		}
 		return err
 	})
 	switch cause := context.Cause(ctx); {
-	case err == nil || errors.Is(err, errStorage):
+	case err == nil || errors.Is(err, errStorage) && full == nil:
 	case errors.Is(cause, errRequested):
 		err = failed("requested", nil, s.op().RollbackBy)
+	case full != nil && errors.Is(cause, context.DeadlineExceeded):
+		err = failed("state_unavailable", full)
 	case errors.Is(cause, context.DeadlineExceeded):
 		var c *codedError
 		if !errors.As(err, &c) {
@@ -336,8 +349,12 @@ func (s *service) insist(ctx context.Context, d *deadline, do func() error) erro
 		if err == nil || errors.As(err, &c) || s.undecided(ctx, err) || s.left(d) <= 0 || s.op().RollbackRequested && s.op().State != rollingBack {
 			return err
 		}
-		s.log.Warn("the host does not answer", "err", err)
-		if !said {
+		s.log.Warn("trying again", "err", err)
+		switch {
+		case said:
+		case errors.Is(err, syscall.ENOSPC):
+			s.say("disk_full")
+		default:
 			s.say("host_not_answering")
 		}
 		if err := s.wait(ctx, time.Second); err != nil {

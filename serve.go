@@ -214,7 +214,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 // Whatever socket lies there is stale, because the lock on the data directory is held.
 func listenUnix(path string) (net.Listener, error) {
 	if err := os.Chmod(filepath.Dir(path), 0o700); err != nil {
-		return nil, fmt.Errorf("closing the socket's directory to others: %w", err)
+		return nil, fmt.Errorf("closing the socket's directory to others: %w; it must belong to the user that runs Toad", err)
 	}
 	if st, err := os.Lstat(path); err == nil && st.Mode()&fs.ModeSocket == 0 {
 		return nil, fmt.Errorf("listening on %s: a file that is no socket is in the way", path)

@@ -297,10 +297,7 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 		return err
 	}
 	s.rec.Store(r)
-	err = s.ev.append(r.Events)
-	if errors.Is(err, syscall.ENOSPC) && s.data.giveReserve() {
-		err = s.ev.append(r.Events)
-	}
+	err = s.data.withReserve(func() error { return s.ev.append(r.Events) })
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
@@ -536,7 +533,12 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		e.CurrentGeneration = &r.Generation
 		return nil, false, e
 	}
-	if err := s.data.room(); err != nil {
+	switch err := s.data.room(); {
+	case errors.Is(err, syscall.ENOSPC):
+		e := refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name)
+		e.err = err
+		return nil, false, e
+	case err != nil:
 		return nil, false, s.unavailable(err)
 	}
 	if r.Operation != nil {

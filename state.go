@@ -25,6 +25,7 @@ import (
 
 	"github.com/gofrs/flock"
 	"github.com/google/renameio/v2"
+	"golang.org/x/sys/unix"
 )
 
 // recordVersion is the version of every record this binary writes.
@@ -494,6 +495,12 @@ func lockData(path, quadlets string) (*dataDir, error) {
 		} else if !st.IsDir() {
 			return nil, fmt.Errorf("opening the %s directory %s: it is not a directory", what, dir)
 		}
+		// A lock that is there already can be taken in a directory that cannot be written.
+		if err := unix.Access(dir, unix.R_OK|unix.W_OK|unix.X_OK); errors.Is(err, unix.EROFS) {
+			return nil, fmt.Errorf("opening the %s directory %s: %w; mount it writable", what, dir, err)
+		} else if err != nil {
+			return nil, fmt.Errorf("opening the %s directory %s: %w; it must belong to the user that runs Toad, and be readable and writable for it", what, dir, err)
+		}
 	}
 	for _, name := range []string{filepath.Join(path, "lock"), filepath.Join(quadlets, ".toad.lock")} {
 		l := flock.New(name, flock.SetPermissions(0o600))
@@ -582,11 +589,7 @@ func (d *dataDir) close() {
 func (d *dataDir) room() error {
 	path := filepath.Join(d.path, "reserve")
 	if st, err := os.Stat(path); err == nil && st.Size() == reserveSize {
-		var fs syscall.Statfs_t
-		if err := syscall.Statfs(d.path, &fs); err == nil && fs.Bavail*uint64(fs.Bsize) < 1<<20 {
-			return fmt.Errorf("%w: less than 1 MiB is free on the data directory", errStorage)
-		}
-		return nil
+		return d.space()
 	}
 	if err := boundary("reserve", path); err != nil {
 		return fmt.Errorf("making %s: %w: %w", path, errStorage, err)
@@ -605,11 +608,34 @@ func (d *dataDir) room() error {
 		os.Remove(path)
 		return fmt.Errorf("making %s: %w: %w; free some space", path, errStorage, err)
 	}
-	return syncDir(d.path)
+	if err := syncDir(d.path); err != nil {
+		return err
+	}
+	return d.space()
 }
 
-// giveReserve frees the reserve; the caller then tries its write once more.
-func (d *dataDir) giveReserve() bool { return os.Remove(filepath.Join(d.path, "reserve")) == nil }
+// space sees that beside the reserve there is room for the records of one rollout.
+func (d *dataDir) space() error {
+	var st syscall.Statfs_t
+	switch err := syscall.Statfs(d.path, &st); {
+	case err != nil:
+		return fmt.Errorf("asking for the free space of %s: %w: %w", d.path, errStorage, err)
+	case st.Bavail*uint64(st.Bsize) < 1<<20:
+		return fmt.Errorf("%w: %w: less than 1 MiB is free in %s", errStorage, syscall.ENOSPC, d.path)
+	case st.Files > 0 && st.Ffree < 32: // some file systems make inodes as they go, and count none
+		return fmt.Errorf("%w: %w: only %d inodes are free in %s", errStorage, syscall.ENOSPC, st.Ffree, d.path)
+	}
+	return nil
+}
+
+// withReserve writes; on a full disk once more with the reserve's room.
+func (d *dataDir) withReserve(write func() error) error {
+	err := write()
+	if errors.Is(err, syscall.ENOSPC) && os.Remove(filepath.Join(d.path, "reserve")) == nil {
+		err = write()
+	}
+	return err
+}
 
 // save commits a service's record, on a full disk with the reserve's help.
 func (d *dataDir) save(r *record) error {
@@ -617,11 +643,7 @@ func (d *dataDir) save(r *record) error {
 		return fmt.Errorf("refusing to write: %w", err)
 	}
 	path := d.serviceFile(r.Service, "service.json")
-	err := writeRecord(path, r)
-	if errors.Is(err, syscall.ENOSPC) && d.giveReserve() {
-		err = writeRecord(path, r)
-	}
-	return err
+	return d.withReserve(func() error { return writeRecord(path, r) })
 }
 
 func (d *dataDir) serviceFile(service string, parts ...string) string {

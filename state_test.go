@@ -243,6 +243,65 @@ func TestDiskFillsDuringARollout(t *testing.T) {
 	})
 }
 
+// The commit of a promotion may find the room of the record it replaces. What follows from it needs more,
+// and gets the reserve: an operation that ended on a full disk is archived, and its unit installed.
+func TestDiskIsFullAfterAPromotion(t *testing.T) {
+	for _, what := range []string{"/operations/", "/keys/", "/images/"} {
+		t.Run(strings.Trim(what, "/"), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.promote("v1")
+				op := w.submit(w.push("v2", app{}))
+				w.awaitState(op.ID, inProbation)
+				w.set(func() {
+					w.spoil = func(step, path string) error {
+						if _, err := os.Stat(filepath.Join(w.dir, "reserve")); err == nil && step == "write" && strings.Contains(path, what) {
+							return syscall.ENOSPC
+						}
+						return nil
+					}
+				})
+				w.expect(w.await(op.ID), promoted, "")
+				time.Sleep(5 * time.Second)
+				if !w.s.rec.Load().Installed {
+					t.Error("the promoted unit is not installed")
+				}
+				if _, err := w.data.key("hello", op.Key); err != nil {
+					t.Errorf("the operation is not archived: %v", err)
+				}
+				must(t, w.s.usable())
+			})
+		})
+	}
+}
+
+// The disk fills up before anything was touched: the operation waits for space until its deadline, and ends.
+func TestDiskFillsWhilePreparing(t *testing.T) {
+	for _, what := range []string{"/revisions/", "/images/"} {
+		t.Run(strings.Trim(what, "/"), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				first := w.promote("v1")
+				w.set(func() {
+					w.spoil = func(step, path string) error {
+						if step == "write" && strings.Contains(path, what) {
+							return syscall.ENOSPC
+						}
+						return nil
+					}
+				})
+				op := w.submit(w.push("v2", app{}))
+				w.expect(w.await(op.ID), hasFailed, "state_unavailable")
+				if d := w.s.op().FinishedAt.Sub(op.CreatedAt); d < 9*time.Minute || d > 11*time.Minute {
+					t.Errorf("it ended after %s, the deadline was 10m", d)
+				}
+				w.expectRuns(first.Candidate.Image)
+				w.set(func() { w.spoil = nil })
+				w.until2("usable again", func() bool { return w.s.usable() == nil })
+				w.promote("v3")
+			})
+		})
+	}
+}
+
 func TestSweepRemovesWhatWasHalfWritten(t *testing.T) {
 	dir, quadlets := t.TempDir(), t.TempDir()
 	d, err := openData(dir, quadlets)

@@ -167,7 +167,7 @@ func (s *service) setHealth(h health) {
 func (s *service) settle() error {
 	r := s.rec.Load()
 	if r.Operation != nil && r.active() == nil {
-		if err := s.data.archive(s.name, r.Operation); err != nil {
+		if err := s.data.withReserve(func() error { return s.data.archive(s.name, r.Operation) }); err != nil {
 			return err
 		}
 	}
@@ -178,7 +178,7 @@ func (s *service) settle() error {
 				keep[p.digest()] = p.Image
 			}
 		}
-		if err := pruneLayout(s.images(), keep); errors.Is(err, errStorage) {
+		if err := s.data.withReserve(func() error { return pruneLayout(s.images(), keep) }); errors.Is(err, errStorage) {
 			return err
 		} else if err != nil {
 			s.log.Warn("pruning the image layout", "err", err)
