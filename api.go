@@ -187,7 +187,7 @@ type wireHealthz struct {
 	Services map[string]int `json:"services"`
 }
 
-// problem is an application/problem+json answer (RFC 9457) with the members DESIGN section 7 names.
+// problem is an application/problem+json answer (RFC 9457) with the members that its code calls for.
 type problem struct {
 	Title             string `json:"title"`
 	Status            int    `json:"status"`

@@ -28,7 +28,7 @@ import (
 	"time"
 )
 
-// enrollment is the operator's declaration for one service (DESIGN section 3).
+// enrollment is the operator's declaration for one service.
 type enrollment struct {
 	Version       int       `json:"version"`
 	Service       string    `json:"service"`

@@ -176,7 +176,7 @@ func checkLayout(dir, digest string) (imageInfo, error) {
 }
 
 // writeArchive writes the image as the tar that Podman's load takes and stores under ref: an OCI
-// layout of this one manifest, its bytes as they are (LAB section 13.1). Each blob is hashed on the
+// layout of this one manifest, its bytes as they are (measured). Each blob is hashed on the
 // way; a wrong one ends the archive before its end, which no reader takes for whole.
 func writeArchive(w io.Writer, dir, ref, digest string) error {
 	m, err := readManifest(dir, digest)

@@ -189,7 +189,7 @@ func TestLabUnkillableOldInstance(t *testing.T) {
 }
 
 // The candidate cannot be killed: the target is not started beside it, its unit is put in place once the
-// candidate is gone, and a later deployment works. S1, DESIGN 5.6.
+// candidate is gone, and a later deployment works. S1.
 func TestLabUnkillableCandidate(t *testing.T) {
 	t.Parallel()
 	s := theLab(t).enroll(t, "stuckcand", brisk, func(s *labService) {

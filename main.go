@@ -239,7 +239,7 @@ func usageText(c *ffcli.Command) string {
 // reservedNames are the units and containers of the host's own that no service may claim.
 const reservedNames = "toad,toad-gateway,caddy,zot,luci,secrets"
 
-// serveConfig is where the server finds what it works with; DESIGN section 10 has the defaults.
+// serveConfig is where the server finds what it works with.
 type serveConfig struct {
 	bus        string   // D-Bus address of the systemd user manager
 	podman     string   // URL of Podman's API

@@ -8,7 +8,7 @@
 // keep Podman's service and its 50 MB alive for ever, and a load sent over one that died meanwhile
 // fails. Here each request has a connection of its own, closed with the answer, so a quiet Toad lets
 // the service sleep, and one that was restarted is simply dialed again. Nor is DoRequest used, whose
-// three tries and 0.6 s of sleep heed neither the context nor what was sent (LAB section 13.1).
+// three tries and 0.6 s of sleep heed neither the context nor what was sent (measured).
 package main
 
 import (
@@ -282,7 +282,7 @@ func (p *podman) Load(ctx context.Context, tar io.Reader) error {
 }
 
 // Starts counts what Podman's event log says. It outlives the container and Toad's own absence, but
-// not always a boot (LAB section 7).
+// not always a boot (measured).
 func (p *podman) Starts(ctx context.Context, name string, since time.Time) (int, error) {
 	filters, err := json.Marshal(map[string][]string{"type": {"container"}, "container": {name}, "event": {"start"}})
 	if err != nil {

@@ -484,7 +484,7 @@ func TestPodmanRestarted(t *testing.T) {
 	}
 }
 
-// No connection outlives its answer: an idle one would keep Podman's service alive (LAB section 13.6).
+// No connection outlives its answer: an idle one would keep Podman's service alive (measured).
 func TestPodmanLetsServiceSleep(t *testing.T) {
 	f, p := newFakePodman(t)
 	for name, call := range podmanCalls(t.Context(), p) {

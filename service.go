@@ -466,7 +466,7 @@ type submission struct {
 }
 
 // submit accepts a rollout, or returns the operation that the key already made. The operation is durable
-// when it returns. The order of its checks is DESIGN's, and a refusal changes nothing.
+// when it returns. The order of its checks is part of the API, and a refusal changes nothing.
 func (s *service) submit(sub submission) (op *operation, existing bool, err error) {
 	if err := s.usable(); err != nil {
 		return nil, false, err

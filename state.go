@@ -43,7 +43,7 @@ var (
 	errCorrupt = errors.New("corrupt record")
 )
 
-// state is the state of an operation, by DESIGN's words.
+// state is the state of an operation.
 type state string
 
 const (
