@@ -136,12 +136,12 @@ func TestLabDiskFull(t *testing.T) { // E8
 
 	// There is room, and no file can be made any more.
 	inodes := func(n string) { t.Helper(); l.root(t, "mount -o remount,nr_inodes="+n+" "+labData) }
-	inodes("$(df --output=iused " + labData + " | tail -n 1)")
+	inodes("$(($(df --output=iused " + labData + " | tail -n 1)))")
 	s.refused(s.request(one), "state_unavailable", "free some space")
 	s.expectRuns(two)
 	inodes("10000")
 	op = underWay(one)
-	inodes("$(df --output=iused " + labData + " | tail -n 1)")
+	inodes("$(($(df --output=iused " + labData + " | tail -n 1)))")
 	still(op)
 	s.expect(s.await(op.ID, nil), "promoted", "")
 	s.expectRuns(one)
