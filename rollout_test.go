@@ -1008,17 +1008,24 @@ func TestRedeployNeedsNoRegistry(t *testing.T) { // G6
 
 // At every mutation of a rollout somebody prunes everything that is not in use (G1, G2).
 func TestPruneAtEveryStep(t *testing.T) {
-	inWorld(t, func(t *testing.T, w *world) {
-		w.promote("v0")
-		first := w.promote("v1")
-		bad := w.push("bad", app{readyAfter: -1})
-		w.onMutation(func(string) (bool, error) { w.h.prune(); return true, nil })
-		op := w.submit(bad)
-		w.awaitState(op.ID, activating)
-		w.set(func() { w.h.registryDown = true })
-		w.expect(w.await(op.ID), rolledBack, "startup_deadline")
-		w.expectRuns(first.Candidate.Image)
-	})
+	for name, remove := range map[string]func(w *world){
+		"prune":       func(w *world) { w.h.prune() },
+		"rmi --force": func(w *world) { w.set(func() { clear(w.h.images) }) }, // in use or not
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.promote("v0")
+				first := w.promote("v1")
+				bad := w.push("bad", app{readyAfter: -1})
+				w.onMutation(func(string) (bool, error) { remove(w); return true, nil })
+				op := w.submit(bad)
+				w.awaitState(op.ID, activating)
+				w.set(func() { w.h.registryDown = true })
+				w.expect(w.await(op.ID), rolledBack, "startup_deadline")
+				w.expectRuns(first.Candidate.Image)
+			})
+		})
+	}
 }
 
 // Toad is killed and started again every few seconds of a rollout: deadlines and counts go on.
