@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -69,14 +70,27 @@ func labHook(step, path string) error {
 	return nil
 }
 
-// installHooked installs the test binary as Toad; the test's end puts the real one back.
-func (l *lab) installHooked(t *testing.T) {
-	t.Helper()
-	bin := filepath.Join(t.TempDir(), "toad")
+// hookedBinary builds the test binary once, static.
+var hookedBinary = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "toad-hooked")
+	if err != nil {
+		return "", err
+	}
+	bin := filepath.Join(dir, "toad")
 	build := exec.Command("go", "test", "-c", "-o", bin, ".")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("building: %v\n%s", err, out)
+		return "", fmt.Errorf("building: %w\n%s", err, out)
+	}
+	return bin, nil
+})
+
+// installHooked installs the test binary as Toad; the test's end puts the real one back.
+func (l *lab) installHooked(t *testing.T) {
+	t.Helper()
+	bin, err := hookedBinary()
+	if err != nil {
+		t.Fatal(err)
 	}
 	install := func(env ...string) {
 		cmd := l.lab("install")
