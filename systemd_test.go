@@ -426,8 +426,8 @@ func TestSystemdUnit(t *testing.T) {
 }
 
 func TestSystemdUnitVanishes(t *testing.T) {
-	for _, name := range []string{noSuchUnit, unknownObject} {
-		t.Run(name, func(t *testing.T) {
+	for short, name := range map[string]string{"unit": noSuchUnit, "object": unknownObject} { // a socket's path is short
+		t.Run(short, func(t *testing.T) {
 			s, f, _ := newTestSystemd(t)
 			f.setUnit("app.service", fakeUnit(map[string]any{"LoadState": "loaded"}))
 			var left atomic.Int32
