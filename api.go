@@ -448,7 +448,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: "local",
+	return d.answerSubmit(w, s, submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
 		hash: hashRequest("deploy", req.Service, req.Image, fmt.Sprint(*req.ExpectedGeneration))})
 }
 
@@ -464,7 +464,7 @@ func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) err
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: "local",
+	return d.answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
 		hash: hashRequest("rollback", s.name, fmt.Sprint(*req.ExpectedGeneration))})
 }
 
@@ -638,7 +638,7 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 	if err != nil {
 		return err
 	}
-	op, again, err := s.requestRollback(op.ID, "local")
+	op, again, err := s.requestRollback(op.ID, callerOf(r).actor())
 	if err != nil {
 		return err
 	}
@@ -652,7 +652,7 @@ func (d *daemon) getServices(w http.ResponseWriter, r *http.Request) error {
 	d.refresh()
 	list := wireServices{Services: []wireService{}}
 	for _, s := range d.all() {
-		list.Services = append(list.Services, s.view(true))
+		list.Services = append(list.Services, s.view(callerOf(r).local()))
 	}
 	return writeJSON(w, http.StatusOK, list)
 }
@@ -662,7 +662,7 @@ func (d *daemon) getService(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	return writeJSON(w, http.StatusOK, s.view(true))
+	return writeJSON(w, http.StatusOK, s.view(callerOf(r).local()))
 }
 
 func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
