@@ -888,7 +888,9 @@ func (h *fakeHost) reboot() {
 	h.mu.Lock()
 	h.booted++
 	h.incarn++
-	clear(h.containers)
+	for _, c := range h.containers { // nobody removed what was --rm: Podman keeps the records
+		c.Status, c.ConmonPID, c.Addresses = "created", 0, nil
+	}
 	clear(h.units)
 	h.mu.Unlock()
 	h.reload()
@@ -919,7 +921,7 @@ func (h *fakeHost) running(service string) []string {
 	defer h.mu.Unlock()
 	var list []string
 	for _, c := range h.containers {
-		if c.Labels["toad.service"] == service {
+		if c.Labels["toad.service"] == service && c.Status != "created" {
 			list = append(list, c.ImageName)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -84,7 +85,7 @@ func (s *service) foreign(ctx context.Context, rev *revision) error {
 		again := false
 		for _, c := range list {
 			switch {
-			case c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == after.MainPID, slices.Contains(s.rec.Load().Containers, c.ID):
+			case c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == after.MainPID, slices.Contains(s.rec.Load().Containers, c.ID), s.leftBehind(unit, c):
 			case c.Unit == unit && between:
 				again = again || !same // its own, of a start before or after; whoever is still there after the stop is seen then
 			default:
@@ -420,6 +421,11 @@ func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) sti
 		return append(r, "Podman does not answer")
 	}
 	for _, c := range list {
+		if gone && s.leftBehind(unit, c) {
+			if err := s.commit(func(r *record) error { r.addContainer(c.ID); return nil }); err != nil {
+				s.log.Warn("recording a container", "container", c.ID, "err", err)
+			}
+		}
 		// A record that Podman kept of a dead container of ours is removed; nothing else ever is.
 		if gone && slices.Contains(s.rec.Load().Containers, c.ID) {
 			if err := s.host.containers.Remove(ctx, c.ID); err != nil {
@@ -431,6 +437,18 @@ func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) sti
 		r = append(r, fmt.Sprintf("container %s (%s) is %s", c.Name, shortID(c.ID), c.Status))
 	}
 	return r
+}
+
+// leftBehind tells that a container which does not run is what a start of our unit left: by its unit, its
+// name, and the labels and the image of a revision that the records know. Podman keeps such a record when
+// the host was reset, or its podman run was killed, before Toad could see its id.
+func (s *service) leftBehind(unit string, c container) bool {
+	g, err := strconv.ParseInt(c.Labels["toad.generation"], 10, 64)
+	if err != nil || c.Unit != unit || c.Labels["toad.service"] != s.name || !slices.Contains([]string{"created", "exited", "stopped"}, c.Status) {
+		return false
+	}
+	rev, err := s.data.revision(s.name, g)
+	return err == nil && rev.Operation == c.Labels["toad.operation"] && rev.Container == c.Name && rev.Image == c.ImageName
 }
 
 // place makes the host ready to start a revision: bytes in Podman, unit written, reloaded, read back.

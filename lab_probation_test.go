@@ -57,9 +57,14 @@ func (l *lab) within(d time.Duration, ok func() bool) bool {
 }
 
 // address is the container's on the network of the workloads.
-func (s *labService) address() string {
+func (s *labService) address() (a string) {
 	s.t.Helper()
-	return s.exec(s.t, "podman inspect -f '{{.NetworkSettings.Networks.apps.IPAddress}}' "+s.name)
+	s.eventually("the container has an address", func() bool {
+		out, status := s.try("podman", "inspect", "-f", "{{.NetworkSettings.Networks.apps.IPAddress}}", s.name)
+		a = strings.TrimSpace(out)
+		return status == 0 && a != ""
+	})
+	return a
 }
 
 func (s *labService) requestRollback(id string) {

@@ -1094,15 +1094,19 @@ func TestRestartsWhileToadIsDown(t *testing.T) {
 
 func TestRebootDuringProbation(t *testing.T) {
 	for _, tt := range []struct {
-		name  string
-		after time.Duration // into probation
-		down  time.Duration
-		state state
-		code  string
+		name   string
+		after  time.Duration // into probation
+		unseen time.Duration // then Toad is away, the host is not
+		down   time.Duration
+		state  state
+		code   string
 	}{
-		{"in time", 10 * time.Second, 5 * time.Second, promoted, ""},
-		{"too late for a window", 10 * time.Second, 85 * time.Second, rolledBack, "rollout_deadline"},
-		{"past the deadline", 10 * time.Second, time.Hour, rolledBack, "rollout_deadline"},
+		{"in time", 10 * time.Second, 0, 5 * time.Second, promoted, ""},
+		{"too late for a window", 10 * time.Second, 0, 85 * time.Second, rolledBack, "rollout_deadline"},
+		{"past the deadline", 10 * time.Second, 0, time.Hour, rolledBack, "rollout_deadline"},
+		// Podman keeps the record of a container whose id Toad never saw.
+		{"its container unseen, in time", 0, time.Second, 5 * time.Second, promoted, ""},
+		{"its container unseen, past the deadline", 0, time.Second, time.Hour, rolledBack, "startup_deadline"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			inWorld(t, func(t *testing.T, w *world) {
@@ -1112,6 +1116,7 @@ func TestRebootDuringProbation(t *testing.T) {
 				w.awaitState(op.ID, inProbation)
 				time.Sleep(tt.after)
 				w.stop()
+				time.Sleep(tt.unseen)
 				w.h.reboot()
 				time.Sleep(tt.down)
 				w.expectRuns() // nothing of the candidate before Toad has reconciled

@@ -190,6 +190,11 @@ func (s *service) read() (*record, error) {
 			return nil, err
 		}
 	}
+	if g := r.needs(); g != 0 {
+		if _, err := s.data.revision(s.name, g); err != nil {
+			return nil, err
+		}
+	}
 	ev, err := s.data.openEvents(r)
 	if err != nil {
 		return nil, err

@@ -265,6 +265,21 @@ func (r *record) active() *operation {
 	return nil
 }
 
+// needs is the generation whose revision must be read for anything to be done now; 0: none.
+func (r *record) needs() int64 {
+	switch op := r.active(); {
+	case op != nil && op.State == preparing:
+		return 0
+	case op != nil:
+		return op.Candidate.Generation
+	case r.Held != nil:
+		return r.Held.Revision.Generation
+	case r.Current != nil:
+		return r.Current.Generation
+	}
+	return 0
+}
+
 // clone copies the record so deep that changing the copy never shows in the original.
 func (r *record) clone() *record {
 	c := *r
