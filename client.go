@@ -938,11 +938,8 @@ func suspendCmd(stdout, stderr io.Writer) *ffcli.Command {
 func resumeCmd(stdout, stderr io.Writer) *ffcli.Command {
 	return askCmd(stdout, stderr, "resume", "start a suspended service again", "resuming",
 		func(s wireService) (string, bool) {
-			switch {
-			case s.Suspended != nil:
+			if s.Suspended != nil {
 				return s.Service + " was suspended meanwhile", true
-			case s.Installed && s.Health.State == "failed":
-				return "resumed: " + s.Service + " was started and failed: see its status", true
 			}
 			return "resumed: " + s.Service + " is ready", s.Health.Ready
 		})
@@ -1009,6 +1006,9 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 				printLine(c.out, "%s", choose(ok, text, doing+" goes on"))
 			}
 			return nil
+		}
+		if name == "resume" && s.Installed && s.Health.State == "failed" {
+			return &commandError{exitRefused, doing + ": it was started and failed", "see " + c.command("status", service)}
 		}
 		now := "health is " + cmp.Or(s.Health.State, "unknown")
 		if p := s.Suspended; p != nil {

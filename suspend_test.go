@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/http"
 	"os"
 	"slices"
 	"strings"
@@ -727,4 +728,119 @@ func TestSuspendAPI(t *testing.T) {
 			t.Errorf("fsck: %s", a.body)
 		}
 	})
+}
+
+// views makes a fake server answer each request with the next view, the last one for ever.
+func (f *fakeToad) views(list ...wireService) {
+	f.intercept = func(w http.ResponseWriter, method string, n int) bool {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		cliAnswer(w, 200, list[0])
+		if len(list) > 1 {
+			list = list[1:]
+		}
+		return true
+	}
+}
+
+func TestClientSuspend(t *testing.T) {
+	at := wireTime(cliTime)
+	enrolledAs := wireEnrollment{Valid: true, Repository: "r"}
+	running := wireService{Service: "hello", Generation: 7, Installed: true, Enrollment: enrolledAs, Health: wireHealth{State: "running", Ready: true}}
+	going := wireService{Service: "hello", Generation: 7, Suspended: &wireSuspended{Since: at, By: "local", Remains: []string{"the unit is active (running)"}}, Enrollment: enrolledAs, Health: wireHealth{State: "unknown"}}
+	down := going
+	down.Health, down.Suspended = wireHealth{State: "stopped"}, &wireSuspended{Since: at, By: "local"}
+	failed := running
+	failed.Health = wireHealth{State: "failed"}
+	retiring := wireService{Service: "hello", Generation: 7, Retired: &wireRetired{Since: at, By: "local"}, Enrollment: wireEnrollment{Problem: "gone"}}
+	retired := retiring
+	retired.Retired = &wireRetired{Since: at, By: "local", Done: true}
+	for _, tt := range []struct {
+		args           []string
+		views          []wireService
+		status         int
+		stdout, stderr string
+		requests       []string
+	}{
+		{[]string{"suspend", "hello"}, []wireService{going, down}, 0, "suspended: hello is stopped and stays down\n",
+			"suspending hello: health is unknown; still there: the unit is active (running)\n",
+			[]string{"POST /v1/services/hello/suspend", "GET /v1/services/hello"}},
+		{[]string{"suspend", "hello", "--no-wait"}, []wireService{going}, 0, "suspending hello goes on\n", "", []string{"POST /v1/services/hello/suspend"}},
+		{[]string{"resume", "hello"}, []wireService{running}, 0, "resumed: hello is ready\n", "", []string{"POST /v1/services/hello/resume"}},
+		{[]string{"resume", "hello"}, []wireService{failed}, 1, "", "toad: resuming hello: it was started and failed\nhint: see toad status hello --socket SOCKET\n", []string{"POST /v1/services/hello/resume"}},
+		{[]string{"retire", "hello"}, []wireService{running, retired}, 0, "retired: hello is gone, its records stay\n", "", []string{"GET /v1/services/hello", "POST /v1/services/hello/retire"}},
+		{[]string{"reconcile", "hello"}, []wireService{running}, 0, "hello has no barrier\n", "", []string{"GET /v1/services/hello"}},
+		{[]string{"reconcile", "hello", cliID}, []wireService{running}, 0, "reconciled: operation " + cliID + " is acknowledged, hello takes deployments again\n", "", []string{"POST /v1/services/hello/reconcile"}},
+	} {
+		t.Run(strings.Join(tt.args, " "), func(t *testing.T) {
+			f := newFakeToad(t)
+			f.views(tt.views...)
+			status, stdout, stderr := f.toad(tt.args...)
+			stderr = strings.ReplaceAll(stderr, f.socket, "SOCKET")
+			if status != tt.status || stdout != tt.stdout || stderr != tt.stderr {
+				t.Errorf("status %d, stdout %q, stderr %q\nwant %d, %q, %q", status, stdout, stderr, tt.status, tt.stdout, tt.stderr)
+			}
+			f.seen(t, tt.requests...)
+		})
+	}
+
+	closed := running
+	closed.Barrier = &wireBarrier{cliID, at}
+	f := newFakeToad(t)
+	f.views(closed)
+	if status, _, _ := f.toad("reconcile", "hello"); status != 0 || f.posted()[0] != `{"operation_id":"`+cliID+`"}` {
+		t.Errorf("status %d, posted %q", status, f.posted())
+	}
+	for _, tt := range []struct {
+		s    wireService
+		want []string
+	}{
+		{going, []string{"suspended   since 2026-11-24 09:30:00Z, by local; still there: the unit is active (running)"}},
+		{closed, []string{"barrier     since 2026-11-24 09:30:00Z, by operation " + cliID + ": no deployment is taken until it is acknowledged"}},
+		{retiring, []string{"retired     under way, 2026-11-24 09:30:00Z, by local"}},
+	} {
+		f.views(tt.s)
+		_, stdout, _ := f.toad("status", "hello")
+		wantParts(t, "status", stdout, tt.want...)
+	}
+}
+
+func TestClientDryRun(t *testing.T) {
+	d := wireDryRun{Service: "hello", Accepted: false, Generation: 8, Candidate: wireCandidate{cliImage, cliDigest}, Current: &wireRevision{Generation: 7, Image: cliImage},
+		Checks:       []wireCheck{{Name: "key", Outcome: "passed"}, {Name: "generation", Outcome: "refused", Code: "stale_generation", Detail: "it is 7"}, {Name: "image", Outcome: "skipped"}},
+		UnitChanges:  []wireChange{{"Container", "Image", "changed"}},
+		UnitDiff:     "--- current\n+++ candidate\n-Image=a\n+Image=b\n",
+		FailedBefore: &wireFailedBefore{cliID, "rolled_back", "restart_budget", wireTime(cliTime)},
+		Target:       &wireTarget{Generation: 7, Problems: []wireProblem{{"image_missing", "its image is gone"}}}}
+	f := newFakeToad(t)
+	f.intercept = func(w http.ResponseWriter, method string, n int) bool {
+		if method == http.MethodPost {
+			cliAnswer(w, 200, d)
+		}
+		return method == http.MethodPost
+	}
+	status, stdout, stderr := f.toad("deploy", "hello", cliImage, "--dry-run")
+	want := `service     hello: the deployment would be refused
+current     generation 7, ` + cliImage + `
+candidate   generation 8, ` + cliImage + `
+checks      key passed
+            generation refused: stale_generation: it is 7
+            image skipped
+before      this digest ended rolled_back (restart_budget) in operation ` + cliID + ` at 2026-11-24 09:30:00Z
+target      generation 7, not ready
+            image_missing: its image is gone
+unit        [Container] Image= changed
+--- current
++++ candidate
+-Image=a
++Image=b
+`
+	if stdout != want || status != 1 || stderr != "" {
+		t.Errorf("status %d, stderr %q, stdout:\n%s", status, stderr, stdout)
+	}
+	f.seen(t, "GET /v1/services/hello", "POST /v1/deployments?dry_run=true")
+	d.Accepted = true
+	if status, stdout, _ := f.toad("deploy", "hello", cliImage, "--dry-run", "--json", "--expect", "7"); status != 0 || !strings.Contains(stdout, `"would_be_accepted": true`) {
+		t.Errorf("status %d: %s", status, stdout)
+	}
 }
