@@ -49,6 +49,14 @@ type rollbackRequest struct {
 	IdempotencyKey     string `json:"idempotency_key"`
 }
 
+type reconcileRequest struct {
+	OperationID string `json:"operation_id"`
+}
+
+type retireRequest struct {
+	Generation *int64 `json:"generation"`
+}
+
 type wireRevision struct {
 	Generation int64    `json:"generation"`
 	Image      string   `json:"image"`
@@ -120,6 +128,24 @@ type wireAction struct {
 	Reason  string `json:"reason,omitempty"` // an error code
 }
 
+type wireSuspended struct {
+	Since   wireTime `json:"since"`
+	By      string   `json:"by"`
+	Remains []string `json:"remains"` // what is still there, in public words
+}
+
+type wireBarrier struct {
+	OperationID string   `json:"operation_id"`
+	RaisedAt    wireTime `json:"raised_at"`
+}
+
+type wireRetired struct {
+	Since   wireTime `json:"since"`
+	By      string   `json:"by"`
+	Done    bool     `json:"done"`    // its instance, its unit and its images are gone
+	Remains []string `json:"remains"` // what is still there, in public words
+}
+
 type wireHeld struct {
 	OperationID string   `json:"operation_id"`
 	Since       wireTime `json:"since"`
@@ -152,7 +178,10 @@ type wireService struct {
 	Rollback        *wireRollback  `json:"rollback"`
 	ActiveOperation *wireOperation `json:"active_operation"`
 	LastOperation   *wireOperation `json:"last_operation"`
+	Barrier         *wireBarrier   `json:"barrier"`
+	Suspended       *wireSuspended `json:"suspended"`
 	Held            *wireHeld      `json:"held"`
+	Retired         *wireRetired   `json:"retired"`
 	Installed       bool           `json:"installed"`
 	Enrollment      wireEnrollment `json:"enrollment"`
 	Health          wireHealth     `json:"health"`
@@ -211,6 +240,7 @@ func (e *apiError) Unwrap() error { return e.err }
 var statuses = map[string]int{
 	"invalid_request": 400, "not_found": 404,
 	"stale_generation": 409, "rollout_active": 409, "held": 409, "not_rollbackable": 409,
+	"rollback_barrier": 409, "suspended": 409, "no_revision": 409, "enrolled": 409,
 	"key_reused": 422, "repository_not_allowed": 422, "enrollment_invalid": 422,
 	"state_unavailable": 503, "shutting_down": 503, "internal": 500,
 }
@@ -245,7 +275,7 @@ func (d *daemon) handler() http.Handler {
 			}
 		})
 	}
-	handle("POST /v1/deployments", d.postDeployment)
+	handle("POST /v1/deployments", d.postDeployment, "dry_run")
 	handle("GET /v1/operations/{id}", d.getOperation, "wait", "after_state")
 	handle("GET /v1/operations/{id}/log", d.getLog, "follow")
 	handle("POST /v1/operations/{id}/rollback", d.postOperationRollback)
@@ -253,10 +283,15 @@ func (d *daemon) handler() http.Handler {
 	handle("GET /v1/services/{service}", d.getService)
 	handle("GET /v1/services/{service}/operations", d.getOperations, "limit", "before")
 	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
+	handle("POST /v1/services/{service}/reconcile", d.postReconcile)
+	handle("POST /v1/services/{service}/suspend", d.postSuspend)
+	handle("POST /v1/services/{service}/resume", d.postResume)
+	handle("POST /v1/services/{service}/retire", d.postRetire)
 	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
 	handle("GET /v1/health", d.getHealth)
 	handle("POST /v1/fsck", d.postFsck)
 	handle("GET /v1/backup", d.getBackup)
+	handle("GET /metrics", d.getMetrics)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// The mux redirects a path that is not clean: here it is no route.
 		if _, pattern := mux.Handler(r); pattern == "" || path.Clean(r.URL.Path) != r.URL.Path {
@@ -444,12 +479,27 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
+	dry := false
+	if v := r.URL.Query().Get("dry_run"); v != "" {
+		var err error
+		if dry, err = strconv.ParseBool(v); err != nil {
+			return invalid("dry_run", "dry_run must be true or false")
+		}
+	}
 	s, err := d.service(req.Service)
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
-		hash: hashRequest("deploy", req.Service, req.Image, fmt.Sprint(*req.ExpectedGeneration))})
+	sub := submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
+		hash: hashRequest("deploy", req.Service, req.Image, fmt.Sprint(*req.ExpectedGeneration))}
+	if dry {
+		answer, err := s.dryRun(r.Context(), sub, callerOf(r).local())
+		if err != nil {
+			return err
+		}
+		return writeJSON(w, http.StatusOK, answer)
+	}
+	return d.answerSubmit(w, s, sub)
 }
 
 func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) error {
@@ -478,6 +528,62 @@ func (d *daemon) answerSubmit(w http.ResponseWriter, s *service, sub submission)
 		return writeJSON(w, http.StatusOK, s.wire(op))
 	}
 	return writeJSON(w, http.StatusAccepted, s.wire(op))
+}
+
+func (d *daemon) postReconcile(w http.ResponseWriter, r *http.Request) error {
+	var req reconcileRequest
+	if err := decode(r, &req, "operation_id"); err != nil {
+		return err
+	}
+	if !operationID.MatchString(req.OperationID) {
+		return refuse("not_found", "there is no such operation")
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) {
+		_, err := s.reconcile(req.OperationID, callerOf(r).actor())
+		return false, err // it is done when it is answered
+	})
+}
+
+func (d *daemon) postSuspend(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.suspend(callerOf(r).actor()) })
+}
+
+func (d *daemon) postResume(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.resume(callerOf(r).actor()) })
+}
+
+func (d *daemon) postRetire(w http.ResponseWriter, r *http.Request) error {
+	var req retireRequest
+	if err := decode(r, &req, "generation"); err != nil {
+		return err
+	}
+	if *req.Generation < 0 {
+		return invalid("generation", "generation must not be negative")
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.retire(*req.Generation, callerOf(r).actor()) })
+}
+
+// answerAsked answers with the service: 202 if something begins, 200 if nothing has to be waited for.
+func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s *service) (begun bool, err error)) error {
+	s, err := d.service(r.PathValue("service"))
+	if err != nil {
+		return err
+	}
+	begun, err := ask(s)
+	if err != nil {
+		return err
+	}
+	status := http.StatusOK
+	if begun {
+		status = http.StatusAccepted
+	}
+	return writeJSON(w, status, s.view(callerOf(r).local()))
 }
 
 // findOperation finds an operation wherever it is. An id that does not match its pattern is not looked for.
@@ -626,13 +732,21 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 	}
 }
 
-func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) error {
+// noBody refuses a body that says anything.
+func noBody(r *http.Request) error {
 	b, err := readBody(r)
 	if err != nil {
 		return err
 	}
 	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {
 		return invalid("", "this request carries no body")
+	}
+	return nil
+}
+
+func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
 	}
 	s, op, err := d.findOperation(r.PathValue("id"))
 	if err != nil {
@@ -705,7 +819,7 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (d *daemon) getHealth(w http.ResponseWriter, r *http.Request) error {
-	h := wireHealthz{Status: "ok", Services: map[string]int{"total": 0, "unavailable": 0, "rolling_out": 0, "held": 0}}
+	h := wireHealthz{Status: "ok", Services: map[string]int{"total": 0, "unavailable": 0, "rolling_out": 0, "held": 0, "suspended": 0}}
 	for _, s := range d.all() {
 		h.Services["total"]++
 		s.live.Lock()
@@ -720,9 +834,77 @@ func (d *daemon) getHealth(w http.ResponseWriter, r *http.Request) error {
 			h.Services["rolling_out"]++
 		case rec.Held != nil:
 			h.Services["held"]++
+		case rec.Suspended != nil:
+			h.Services["suspended"]++
 		}
 	}
 	return writeJSON(w, http.StatusOK, h)
+}
+
+// getMetrics answers in the text format of Prometheus, from memory. What it tells is known already: a
+// library that counts would be larger than this.
+func (d *daemon) getMetrics(w http.ResponseWriter, r *http.Request) error {
+	var b strings.Builder
+	metric := func(name, kind, help string) { fmt.Fprintf(&b, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind) }
+	each := func(name, kind, help string, value func(s *service, r *record) any) {
+		metric(name, kind, help)
+		for _, s := range d.all() {
+			if r := s.rec.Load(); r != nil {
+				fmt.Fprintf(&b, "%s{service=%q} %v\n", name, s.name, value(s, r))
+			}
+		}
+	}
+	truth := func(yes bool) int {
+		if yes {
+			return 1
+		}
+		return 0
+	}
+	v := buildVersion()
+	metric("toad_build_info", "gauge", "The running release.")
+	fmt.Fprintf(&b, "toad_build_info{version=%q,go=%q} 1\n", v.Version, v.Go)
+
+	states := map[string]int{}
+	for _, s := range d.all() {
+		s.live.Lock()
+		st := s.live.health.state
+		if s.live.unavailable != nil {
+			st = "unavailable"
+		}
+		s.live.Unlock()
+		states[st]++
+	}
+	metric("toad_services", "gauge", "Services by the state of their health; unavailable: the records cannot be used.")
+	for _, st := range []string{"running", "starting", "stopped", "failed", "held", "foreign", "unknown", "unavailable"} {
+		fmt.Fprintf(&b, "toad_services{state=%q} %d\n", st, states[st])
+	}
+	metric("toad_operations_total", "counter", "Operations that ended since Toad's start, by outcome.")
+	for _, s := range d.all() {
+		s.live.Lock()
+		for _, st := range []state{promoted, rolledBack, hasFailed} {
+			fmt.Fprintf(&b, "toad_operations_total{service=%q,outcome=%q} %d\n", s.name, st, s.live.outcomes[st])
+		}
+		s.live.Unlock()
+	}
+	each("toad_service_generation", "gauge", "The service's generation.", func(_ *service, r *record) any { return r.Generation })
+	each("toad_service_restarts_since_promotion", "gauge", "Restarts of the current revision.", func(_ *service, r *record) any { return r.Watch.Count })
+	each("toad_service_ready", "gauge", "Whether the instance was ready when it was last asked.", func(s *service, _ *record) any {
+		s.live.Lock()
+		defer s.live.Unlock()
+		return truth(s.live.health.ready)
+	})
+	each("toad_service_rollback_ready", "gauge", "Whether a revision is retained and could be restored.", func(s *service, r *record) any {
+		s.live.Lock()
+		defer s.live.Unlock()
+		return truth(r.Rollback != nil && s.live.checked && len(s.live.problems) == 0)
+	})
+	each("toad_service_rolling_out", "gauge", "Whether an operation is under way.", func(_ *service, r *record) any { return truth(r.active() != nil) })
+	each("toad_service_suspended", "gauge", "Whether the service is suspended.", func(_ *service, r *record) any { return truth(r.Suspended != nil) })
+	each("toad_service_barrier", "gauge", "Whether an operation that went wrong waits to be acknowledged.", func(_ *service, r *record) any { return truth(r.Barrier != nil) })
+	w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+	w.Header().Set("Cache-Control", "no-store")
+	_, _ = io.WriteString(w, b.String())
+	return nil
 }
 
 // logOf is the live log of the operation under way or last ended, nil for any other.
@@ -810,7 +992,7 @@ func (s *service) view(local bool) wireService {
 		if local && unavailable != nil {
 			v.Problem = unavailable.Error()
 		}
-		for _, a := range []string{"deploy", "rollback", "rollback_operation"} {
+		for _, a := range []string{"deploy", "rollback", "rollback_operation", "reconcile", "suspend", "resume"} {
 			v.Actions = append(v.Actions, wireAction{Name: a, Reason: "state_unavailable"})
 		}
 		return v
@@ -834,24 +1016,55 @@ func (s *service) view(local bool) wireService {
 	if r.Held != nil {
 		v.Held = &wireHeld{OperationID: r.Held.Operation, Since: wireTime(r.Held.Since), Remains: append([]string{}, r.Held.Remains...)}
 	}
+	if p := r.Barrier; p != nil {
+		v.Barrier = &wireBarrier{p.Operation, wireTime(p.RaisedAt)}
+	}
+	if p := r.Suspended; p != nil {
+		v.Suspended = &wireSuspended{wireTime(p.Since), p.By, append([]string{}, p.Remains...)}
+	}
+	if p := r.Retired; p != nil {
+		v.Retired = &wireRetired{wireTime(p.Since), p.By, p.Done, append([]string{}, p.Remains...)}
+	}
 	deploy, rollback, end := "", "", "not_rollbackable"
+	reconcile, suspend, resume := "no_barrier", "", "not_suspended"
 	switch {
 	case closing:
 		deploy = "shutting_down"
 	case enErr != nil:
 		deploy = "enrollment_invalid"
+	case r.Suspended != nil || r.duty() == retiring:
+		deploy = "suspended"
 	case r.Held != nil:
 		deploy = "held"
+	case r.Barrier != nil:
+		deploy = "rollback_barrier"
 	case r.active() != nil:
-		deploy, end = "rollout_active", ""
-		if a := r.active(); a.State == rollingBack || a.RollbackRequested {
-			end = "not_rollbackable"
-		}
+		deploy = "rollout_active"
+	}
+	if a := r.active(); a != nil && a.State != rollingBack && !a.RollbackRequested {
+		end = ""
+	}
+	if r.Barrier != nil {
+		reconcile = ""
+	}
+	switch {
+	case r.Suspended != nil:
+		suspend, resume = "suspended", ""
+	case r.duty() == retiring:
+		suspend, resume = "suspended", "suspended"
+	case r.active() != nil:
+		suspend = "rollout_active"
+	case r.Current == nil:
+		suspend = "no_revision"
+	}
+	if closing {
+		reconcile, suspend, resume = "shutting_down", "shutting_down", "shutting_down"
 	}
 	if rollback = deploy; rollback == "" && (r.Rollback == nil || r.Current.ByRollback) {
 		rollback = "not_rollbackable"
 	}
-	for _, a := range []struct{ name, reason string }{{"deploy", deploy}, {"rollback", rollback}, {"rollback_operation", end}} {
+	for _, a := range []struct{ name, reason string }{{"deploy", deploy}, {"rollback", rollback}, {"rollback_operation", end},
+		{"reconcile", reconcile}, {"suspend", suspend}, {"resume", resume}} {
 		v.Actions = append(v.Actions, wireAction{Name: a.name, Enabled: a.reason == "", Reason: a.reason})
 	}
 	return v

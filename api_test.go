@@ -253,7 +253,23 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("stale generation", "POST", "/v1/deployments", deployBody("hello", image, 0, "k"), 409, "stale_generation", "")
 		add("generation to come", "POST", "/v1/deployments", deployBody("hello", image, 2, "k"), 409, "stale_generation", "")
 		add("used key", "POST", "/v1/deployments", deployBody("hello", image, 1, "k1"), 422, "key_reused", "")
-		add("a dry run, which it does not know", "POST", "/v1/deployments?dry_run=true", valid, 400, "invalid_request", "dry_run")
+		add("a dry run, maybe", "POST", "/v1/deployments?dry_run=maybe", valid, 400, "invalid_request", "dry_run")
+		for _, route := range []string{"suspend", "resume"} {
+			add(route+" with a body", "POST", "/v1/services/hello/"+route, `{"force":true}`, 400, "invalid_request", "")
+			add(route+" of nobody", "POST", "/v1/services/nobody/"+route, "", 404, "not_found", "")
+		}
+		add("suspend without a revision", "POST", "/v1/services/other/suspend", "", 409, "no_revision", "")
+		retire, reconcile := "/v1/services/hello/retire", "/v1/services/hello/reconcile"
+		add("retire without a body", "POST", retire, "", 400, "invalid_request", "")
+		add("retire nothing", "POST", retire, "{}", 400, "invalid_request", "generation")
+		add("retire a negative generation", "POST", retire, `{"generation":-1}`, 400, "invalid_request", "generation")
+		add("retire a text", "POST", retire, `{"generation":"1"}`, 400, "invalid_request", "generation")
+		add("retire what is enrolled", "POST", retire, `{"generation":1}`, 409, "enrolled", "")
+		add("reconcile without a body", "POST", reconcile, "", 400, "invalid_request", "")
+		add("reconcile nothing", "POST", reconcile, "{}", 400, "invalid_request", "operation_id")
+		add("reconcile a number", "POST", reconcile, `{"operation_id":1}`, 400, "invalid_request", "operation_id")
+		add("reconcile what is no operation", "POST", reconcile, `{"operation_id":"../x"}`, 404, "not_found", "")
+		add("reconcile an unknown operation", "POST", reconcile, `{"operation_id":"`+noSuchID+`"}`, 404, "not_found", "")
 
 		rollback := "/v1/services/hello/rollback"
 		add("rollback without a body", "POST", rollback, "", 400, "invalid_request", "")
@@ -304,7 +320,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("parameter twice", "GET", "/v1/operations/"+op.ID+"?wait=1&wait=2", "", 400, "invalid_request", "wait")
 		add("unknown parameter", "GET", "/v1/services?sort=name", "", 400, "invalid_request", "sort")
 		add("broken query", "GET", "/v1/services?%zz", "", 400, "invalid_request", "")
-		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/suspend", "/v1/tokens", "/metrics", "/v1/operations"} {
+		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/metrics", "/v1/metrics", "/v1/operations"} {
 			add("route "+path, "GET", path, "", 404, "not_found", "")
 		}
 
@@ -315,6 +331,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		routes := map[string]string{
 			"/v1/deployments": "POST", "/v1/operations/" + op.ID: "GET, HEAD", "/v1/operations/" + op.ID + "/log": "GET, HEAD", "/v1/operations/" + op.ID + "/rollback": "POST",
 			"/v1/services": "GET, HEAD", "/v1/services/hello": "GET, HEAD", "/v1/services/hello/operations": "GET, HEAD", "/v1/services/hello/rollback": "POST",
+			"/v1/services/hello/suspend": "POST", "/v1/services/hello/resume": "POST", "/v1/services/hello/retire": "POST", "/v1/services/hello/reconcile": "POST", "/metrics": "GET, HEAD",
 			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD",
 		}
 		for path, allow := range routes {

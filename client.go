@@ -300,10 +300,10 @@ func (c *client) hintFor(r *refusal, service string) string {
 	case "rollout_active":
 		return "another operation is under way: " + c.command("watch", r.OperationID)
 	case "rollback_barrier":
-		return "an earlier operation went wrong and was not acknowledged: " + c.command("log", r.OperationID)
+		return "see what went wrong, then acknowledge it: " + c.command("log", r.OperationID) + "; " + c.command("reconcile", cmp.Or(service, "SERVICE"), r.OperationID)
 	case "key_reused":
 		return "that key belongs to another request: " + c.command("watch", r.OperationID)
-	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "state_unavailable":
+	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "no_revision", "enrolled", "state_unavailable":
 		return "see " + status
 	case "not_found":
 		return "see " + c.command("status") + " for the services, toad history SERVICE for operations"
@@ -385,6 +385,7 @@ func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
 	c := newClient(fs, stdout, stderr)
 	var f requestFlags
 	f.register(fs)
+	dry := fs.Bool("dry-run", false, "say what would happen, and change nothing")
 	return &ffcli.Command{
 		Name:       "deploy",
 		ShortUsage: "toad deploy SERVICE IMAGE [FLAGS]",
@@ -397,12 +398,12 @@ func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
 			if err := wantArgs("deploy", args, "SERVICE", "IMAGE"); err != nil {
 				return err
 			}
-			return c.deploy(ctx, args[0], args[1], f)
+			return c.deploy(ctx, args[0], args[1], f, *dry)
 		},
 	}
 }
 
-func (c *client) deploy(ctx context.Context, service, image string, f requestFlags) error {
+func (c *client) deploy(ctx context.Context, service, image string, f requestFlags, dry bool) error {
 	doing := "deploying " + service
 	if f.expect == nil {
 		var s wireService
@@ -411,12 +412,87 @@ func (c *client) deploy(ctx context.Context, service, image string, f requestFla
 		}
 		f.expect = &s.Generation
 	}
+	if dry {
+		return c.dryRun(ctx, deployRequest{service, image, f.expect, cmp.Or(f.key, rand.Text())})
+	}
 	again := c.again(&f, "deploy", service, image)
 	raw, op, err := c.submit(ctx, "/v1/deployments", deployRequest{service, image, f.expect, f.key})
 	if err != nil {
 		return c.unanswered(err, doing, service, again)
 	}
 	return c.finish(ctx, raw, op, f.noWait, deployedStatus)
+}
+
+// dryRun prints what a deployment would meet; a refusal that it would meet is its failure.
+func (c *client) dryRun(ctx context.Context, req deployRequest) error {
+	var d wireDryRun
+	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, answerTime)
+	if err == nil {
+		err = decodeAnswer(raw, &d)
+	}
+	if err != nil {
+		return c.explain(err, "trying "+req.Service, req.Service)
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		for _, l := range dryRunLines(d) {
+			printLine(c.out, "%s", l)
+		}
+	}
+	if !d.Accepted {
+		return &commandError{status: exitRefused}
+	}
+	return nil
+}
+
+func dryRunLines(d wireDryRun) []string {
+	var lines []string
+	say := func(subject, format string, args ...any) {
+		lines = append(lines, fmt.Sprintf("%-11s %s", subject, fmt.Sprintf(format, args...)))
+	}
+	say("service", "%s: the deployment %s", d.Service, choose(d.Accepted, "would be accepted", "would be refused"))
+	if d.Current != nil {
+		say("current", "generation %d, %s", d.Current.Generation, d.Current.Image)
+	} else {
+		say("current", "none: nothing was promoted yet")
+	}
+	say("candidate", "generation %d, %s", d.Generation, d.Candidate.Image)
+	subject := "checks"
+	for _, k := range d.Checks {
+		text := k.Name + " " + k.Outcome
+		if k.Code != "" {
+			text += ": " + k.Code
+		}
+		if k.Detail != "" {
+			text += ": " + k.Detail
+		}
+		say(subject, "%s", text)
+		subject = ""
+	}
+	if f := d.FailedBefore; f != nil {
+		say("before", "this digest ended %s (%s) in operation %s at %s", f.State, f.Code, f.OperationID, clockText(f.FinishedAt))
+	}
+	if t := d.Target; t != nil {
+		say("target", "generation %d, %s", t.Generation, choose(t.Ready, "ready", "not ready"))
+		for _, p := range t.Problems {
+			say("", "%s: %s", p.Code, p.Summary)
+		}
+	} else {
+		say("target", "none: a failure would leave nothing running")
+	}
+	if len(d.UnitChanges) == 0 {
+		say("unit", "does not change")
+	}
+	subject = "unit"
+	for _, u := range d.UnitChanges {
+		say(subject, "[%s] %s= %s", u.Section, u.Key, u.Change)
+		subject = ""
+	}
+	for l := range strings.Lines(d.UnitDiff) {
+		lines = append(lines, strings.TrimSuffix(l, "\n"))
+	}
+	return lines
 }
 
 // again makes the key unless it is given, says how the request can be repeated, and returns that.
@@ -722,6 +798,15 @@ func (c *client) statusAll(ctx context.Context) error {
 		if s.Held != nil {
 			printLine(c.out, "%s: held: still there: %s", s.Service, strings.Join(s.Held.Remains, ", "))
 		}
+		if p := s.Suspended; p != nil {
+			printLine(c.out, "%s: suspended since %s%s", s.Service, clockText(p.Since), stillThereText(p.Remains))
+		}
+		if p := s.Retired; p != nil {
+			printLine(c.out, "%s: %s since %s%s", s.Service, choose(p.Done, "retired", "being retired"), clockText(p.Since), stillThereText(p.Remains))
+		}
+		if p := s.Barrier; p != nil {
+			printLine(c.out, "%s: closed by operation %s until it is acknowledged", s.Service, p.OperationID)
+		}
 	}
 	return nil
 }
@@ -757,7 +842,7 @@ func statusLines(s wireService) []string {
 	default:
 		say("current", "generation %d, promoted %s", s.Current.Generation, clockText(s.Current.PromotedAt))
 		say("", "%s", s.Current.Image)
-		if !s.Installed {
+		if !s.Installed && s.Suspended == nil {
 			say("", "its promoted unit is not in place yet: it may not start at boot")
 		}
 	}
@@ -807,6 +892,15 @@ func statusLines(s wireService) []string {
 			say("", "still there: %s", remains)
 		}
 	}
+	if p := s.Suspended; p != nil {
+		say("suspended", "since %s, by %s%s", clockText(p.Since), p.By, stillThereText(p.Remains))
+	}
+	if p := s.Retired; p != nil {
+		say("retired", "%s%s, by %s%s", choose(p.Done, "", "under way, "), clockText(p.Since), p.By, stillThereText(p.Remains))
+	}
+	if p := s.Barrier; p != nil {
+		say("barrier", "since %s, by operation %s: no deployment is taken until it is acknowledged", clockText(p.RaisedAt), p.OperationID)
+	}
 	if s.Enrollment.Valid {
 		say("enrollment", "valid, %s", s.Enrollment.Repository)
 	} else {
@@ -822,6 +916,172 @@ func statusLines(s wireService) []string {
 		subject = ""
 	}
 	return lines
+}
+
+func stillThereText(remains []string) string {
+	if len(remains) == 0 {
+		return ""
+	}
+	return "; still there: " + strings.Join(remains, ", ")
+}
+
+func suspendCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "suspend", "stop a service and keep it down over reboots", "suspending",
+		func(s wireService) (string, bool) {
+			if s.Suspended == nil {
+				return s.Service + " was resumed meanwhile", true
+			}
+			return "suspended: " + s.Service + " is stopped and stays down", s.Health.State == "stopped"
+		})
+}
+
+func resumeCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "resume", "start a suspended service again", "resuming",
+		func(s wireService) (string, bool) {
+			if s.Suspended != nil {
+				return s.Service + " was suspended meanwhile", true
+			}
+			return "resumed: " + s.Service + " is ready", s.Health.Ready
+		})
+}
+
+func retireCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "retire", "end a service whose enrollment is gone", "retiring",
+		func(s wireService) (string, bool) {
+			return "retired: " + s.Service + " is gone, its records stay", s.Retired != nil && s.Retired.Done
+		})
+}
+
+// askCmd is a command that asks something of a service and waits until it is done. done tells that, and
+// what is said then.
+func askCmd(stdout, stderr io.Writer, name, help, doing string, done func(s wireService) (string, bool)) *ffcli.Command {
+	fs := newFlags(name)
+	c := newClient(fs, stdout, stderr)
+	noWait := fs.Bool("no-wait", false, "return once it is accepted")
+	return &ffcli.Command{
+		Name:       name,
+		ShortUsage: "toad " + name + " SERVICE [FLAGS]",
+		ShortHelp:  help,
+		LongHelp:   "Ctrl-C ends the waiting only.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs(name, args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.ask(ctx, args[0], name, doing+" "+args[0], *noWait, done)
+		},
+	}
+}
+
+// ask may be repeated as it is: what was asked for already changes nothing.
+func (c *client) ask(ctx context.Context, service, name, doing string, noWait bool, done func(s wireService) (string, bool)) error {
+	var in any
+	if name == "retire" {
+		var s wireService
+		if _, err := c.read(ctx, "/v1/services/"+service, &s); err != nil {
+			return c.explain(err, doing, service)
+		}
+		in = retireRequest{&s.Generation}
+	}
+	var s wireService
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, answerTime)
+	for said := ""; ; {
+		if err == nil {
+			s = wireService{}
+			err = decodeAnswer(raw, &s)
+		}
+		if err != nil {
+			e := c.explain(err, doing, service)
+			if e.status == exitInterrupted {
+				e.text, e.hint = "stopped waiting, it goes on", "to look: "+c.command("status", service)
+			}
+			return e
+		}
+		text, ok := done(s)
+		if ok || noWait {
+			if c.json {
+				c.document(raw)
+			} else {
+				printLine(c.out, "%s", choose(ok, text, doing+" goes on"))
+			}
+			return nil
+		}
+		if name == "resume" && s.Installed && s.Health.State == "failed" {
+			return &commandError{exitRefused, doing + ": it was started and failed", "see " + c.command("status", service)}
+		}
+		now := "health is " + cmp.Or(s.Health.State, "unknown")
+		if p := s.Suspended; p != nil {
+			now += stillThereText(p.Remains)
+		}
+		if p := s.Retired; p != nil {
+			now += stillThereText(p.Remains)
+		}
+		if now != said {
+			said = now
+			c.log.note("%s: %s", doing, now)
+		}
+		if !pauseFor(ctx, time.Second) {
+			err = errStopped
+			continue
+		}
+		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, answerTime)
+	}
+}
+
+func reconcileCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("reconcile")
+	c := newClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "reconcile",
+		ShortUsage: "toad reconcile SERVICE [OPERATION] [FLAGS]",
+		ShortHelp:  "acknowledge an operation that went wrong, and lift its barrier",
+		LongHelp:   "Without OPERATION it is the one that the service names just before.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if len(args) > 1 {
+				if err := wantArgs("reconcile", args, "SERVICE", "OPERATION"); err != nil {
+					return err
+				}
+				return c.reconcile(ctx, args[0], args[1])
+			}
+			if err := wantArgs("reconcile", args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.reconcile(ctx, args[0], "")
+		},
+	}
+}
+
+func (c *client) reconcile(ctx context.Context, service, id string) error {
+	doing := "reconciling " + service
+	if id == "" {
+		var s wireService
+		raw, err := c.read(ctx, "/v1/services/"+service, &s)
+		if err != nil {
+			return c.explain(err, doing, service)
+		}
+		if s.Barrier == nil {
+			if c.json {
+				c.document(raw)
+			} else {
+				printLine(c.out, "%s has no barrier", service)
+			}
+			return nil
+		}
+		id = s.Barrier.OperationID
+	}
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, answerTime)
+	if err != nil {
+		return c.explain(err, doing, service)
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		printLine(c.out, "reconciled: operation %s is acknowledged, %s takes deployments again", id, service)
+	}
+	return nil
 }
 
 func logCmd(stdout, stderr io.Writer) *ffcli.Command {

@@ -129,11 +129,17 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 	}
 	if r != nil {
+		images := r.Retired == nil // else they are being removed
 		if r.Current != nil {
-			refer("current", &r.Current.reference, true)
+			refer("current", &r.Current.reference, images)
 		}
 		if r.Rollback != nil {
-			refer("retained", &r.Rollback.reference, true)
+			refer("retained", &r.Rollback.reference, images)
+		}
+		if b := r.Barrier; b != nil && (r.Operation == nil || r.Operation.ID != b.Operation) {
+			if _, err := d.operation(service, b.Operation); err != nil {
+				bad(filepath.Join(dir, "operations", b.Operation+".json"), "the operation that raised the barrier: %v", err)
+			}
 		}
 		if op := r.active(); op != nil && op.State != preparing {
 			refer("candidate", &op.Candidate, true)
@@ -252,13 +258,14 @@ type evidence struct {
 	logged   []string          // operations that the event log says were promoted
 	head     eventHead         // the event log's end
 	logErr   error             // why the event log is not to be trusted
+	asked    map[string]event  // the last event of each kind of request: suspend, resume, reconcile, retire, deploy
 }
 
 var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
 
 // gather reads everything of a service that can be read, a damaged service.json included.
 func (d *dataDir) gather(service string, running []container) evidence {
-	ev := evidence{accepted: map[string]string{}}
+	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}}
 	see := func(g int64) { ev.highest = max(ev.highest, g) }
 	dir := d.serviceFile(service)
 	for _, name := range []string{"service.json", "service.json.prev"} {
@@ -295,7 +302,16 @@ func (d *dataDir) gather(service string, running []container) evidence {
 	b, _ := os.ReadFile(log)
 	for line := range strings.Lines(string(b)) {
 		var e event
-		if json.Unmarshal([]byte(line), &e) != nil || !operationID.MatchString(e.Operation) {
+		if json.Unmarshal([]byte(line), &e) != nil {
+			continue
+		}
+		switch e.Type {
+		case "deploy", "suspend", "resume", "reconcile", "retire":
+			if ev.logErr == nil {
+				ev.asked[e.Type] = e
+			}
+		}
+		if !operationID.MatchString(e.Operation) {
 			continue
 		}
 		switch e.Type {
@@ -367,10 +383,30 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
 	r.Held, r.Installed = nil, false
+	// What was asked for since the record was written is in the log.
+	last := func(kind string) int64 { return ev.asked[kind].Cursor }
+	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
+		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
+	}
+	if last("resume") > last("suspend") && r.Suspended != nil {
+		r.Suspended, r.Resume = nil, &resumption{Since: ev.asked["resume"].At, By: ev.asked["resume"].Actor}
+	}
+	if last("deploy") > last("retire") {
+		r.Retired = nil
+	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
+		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
+	}
+	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+		r.Barrier = nil
+	}
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	end := func(op *operation) {
+		from := op.State
 		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
 		op.Timeline = append(op.Timeline, transition{hasFailed, now})
+		if op.raisesBarrier(from) {
+			r.Barrier = &barrier{op.ID, now}
+		}
 	}
 	var maybe *reference // a candidate that may run
 	if op := r.active(); op != nil {
@@ -391,9 +427,12 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		}
 		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},
 			Timeline: []transition{{preparing, idTime(id).UTC()}}}
-		if g := d.generationOf(service, id); g > 0 {
+		if g := d.generationOf(service, id); g > 0 { // how far it came is not known
 			op.Candidate.Generation = g
 			maybe = &reference{Generation: g, Image: op.Candidate.Image, Operation: id}
+			if rev, err := d.revision(service, g); err == nil && rev.Enrollment.Barrier {
+				op.State, op.Barrier = activating, true
+			}
 		}
 		end(&op)
 		if err := d.archive(service, &op); err != nil {

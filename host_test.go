@@ -203,6 +203,16 @@ func (h *fakeHost) fetch(ctx context.Context, dir, image string, limit byteSize)
 	return checkLayout(dir, digest)
 }
 
+// inspect is the look at an image that is not fetched.
+func (h *fakeHost) inspect(ctx context.Context, dir, image string, limit byteSize) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if _, ok := h.registry[digestOf(image)]; h.registryDown || !ok {
+		return failed("fetch_failed", errors.New(canary+": registry is down"), digestOf(image), "no connection, or it broke off")
+	}
+	return nil
+}
+
 // step is the gate of every mutation.
 func (h *fakeHost) step(name string) (apply bool, err error) {
 	h.mu.Lock()
@@ -930,7 +940,7 @@ func (h *fakeHost) running(service string) []string {
 
 func (h *fakeHost) host() *host {
 	return &host{
-		units: h, containers: h, fetch: h.fetch, probe: h.probe, quadlets: h.quadlets,
+		units: h, containers: h, fetch: h.fetch, inspect: h.inspect, probe: h.probe, quadlets: h.quadlets,
 		wall: func() time.Time { h.mu.Lock(); defer h.mu.Unlock(); return time.Now().Add(h.wallOffset) },
 		boot: func() time.Duration { return time.Since(time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)) },
 		bootID: func() string {

@@ -10,6 +10,10 @@
 //	toad rollback SERVICE|OPERATION
 //	toad log OPERATION
 //	toad history SERVICE
+//	toad suspend SERVICE
+//	toad resume SERVICE
+//	toad reconcile SERVICE [OPERATION]
+//	toad retire SERVICE
 //	toad check DIR
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
@@ -37,6 +41,11 @@
 // latter: who repeats a request must not end the operation that it began. `rollback OPERATION` asks
 // that operation to end. An argument that could be either is an operation if there is one.
 //
+// `deploy --dry-run` says what a deployment would meet and change, and changes nothing. `suspend` stops a
+// service and keeps it down over reboots until `resume`; `retire` ends one whose enrollment is gone, and
+// keeps its records. `reconcile` acknowledges an operation that went wrong, where the enrollment demands
+// it before the next deployment. These four may be repeated: what is done already stays as it is.
+//
 // Answers go to standard output, everything else to standard error. With --json standard output is
 // one document as the API gives it: the final operation, or the problem of a refused request.
 // Flags may stand before or behind the arguments, and every flag can be set by a variable: --socket
@@ -45,7 +54,7 @@
 // Exit status:
 //
 //	0    promoted, or done
-//	1    the request was refused or failed
+//	1    the request, also one of a dry run, was refused or failed
 //	2    usage
 //	3    the operation failed
 //	4    the operation was rolled back
@@ -146,6 +155,10 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			rollbackCmd(stdout, stderr),
 			logCmd(stdout, stderr),
 			historyCmd(stdout, stderr),
+			suspendCmd(stdout, stderr),
+			resumeCmd(stdout, stderr),
+			reconcileCmd(stdout, stderr),
+			retireCmd(stdout, stderr),
 			checkCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),

@@ -123,6 +123,9 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		fetch: func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
 			return reg.fetch(ctx, dir, image, limit, "linux/"+runtime.GOARCH, reserveSize)
 		},
+		inspect: func(ctx context.Context, dir, image string, limit byteSize) error {
+			return reg.inspect(ctx, dir, image, limit, "linux/"+runtime.GOARCH)
+		},
 		hostPaths: func(ctx context.Context) (string, string, error) { return own.paths(ctx, cfg.data, cfg.quadlets) },
 	}
 	d.enrollments = newEnrollments(cfg.enrollment, func() enrollOptions {

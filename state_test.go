@@ -43,6 +43,13 @@ var goldenRecords = map[string]func(t *testing.T, w *world){
 		w.expect(w.await(w.submit(w.push("stuck", app{unkillable: true})).ID), promoted, "")
 		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
 	},
+	"suspended": func(t *testing.T, w *world) { suspended(w) },
+	"resuming": func(t *testing.T, w *world) {
+		suspended(w)
+		w.asked(w.s.resume("local"))
+	},
+	"barrier": func(t *testing.T, w *world) { barred(w) },
+	"retired": func(t *testing.T, w *world) { retired(w) },
 }
 
 func inState(st state) func(t *testing.T, w *world) {
