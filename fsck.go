@@ -5,6 +5,7 @@ package main
 
 import (
 	"archive/tar"
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -12,6 +13,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -104,12 +106,8 @@ func (d *dataDir) fsckService(service string) []finding {
 	if err != nil {
 		bad(filepath.Join(dir, "events.jsonl"), "%v", err)
 	} else if r != nil {
-		want := r.EventHead
-		if n := len(r.Events); n > 0 {
-			want = eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
-		}
-		if head != want {
-			bad(filepath.Join(dir, "events.jsonl"), "it ends at cursor %d, service.json names %d", head.Cursor, want.Cursor)
+		if end := r.eventEnd(); head != end {
+			bad(filepath.Join(dir, "events.jsonl"), "%v", endsElsewhere(head, end, "service.json"))
 		}
 	}
 
@@ -215,33 +213,70 @@ var (
 	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
 )
 
+// brokenChain says which line of a log of events is not as it should be. Lines are counted from 1, as
+// cursors are.
+type brokenChain struct {
+	line int64
+	text string
+}
+
+func (b *brokenChain) Error() string { return fmt.Sprintf("line %d %s", b.line, b.text) }
+
+// endsElsewhere says how a whole log differs from the end that somebody names.
+func endsElsewhere(head, end eventHead, by string) *brokenChain {
+	switch {
+	case head.Cursor < end.Cursor:
+		return &brokenChain{head.Cursor + 1, fmt.Sprintf("is missing: the last that %s names is %d; what a Toad that was killed had no time to write is added when it starts, anything else was removed", by, end.Cursor)}
+	case head.Cursor > end.Cursor:
+		return &brokenChain{end.Cursor + 1, fmt.Sprintf("is one too many: the last that %s names is %d", by, end.Cursor)}
+	}
+	return &brokenChain{head.Cursor, fmt.Sprintf("was replaced: it is not the one that %s names", by)}
+}
+
 // verifyEvents follows the chain of a whole log and returns its end. A log that is not there is empty.
-func verifyEvents(path string) (eventHead, error) {
+func verifyEvents(path string) (eventHead, error) { return verifyEventsTo(path, math.MaxInt64) }
+
+// verifyEventsTo follows the chain of the first size bytes, to the first line that does not fit: the error
+// is then a *brokenChain.
+func verifyEventsTo(path string, size int64) (eventHead, error) {
 	var head eventHead
-	b, err := os.ReadFile(path)
+	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return head, nil
 	} else if err != nil {
 		return head, err
 	}
-	n := 0
-	for line := range strings.Lines(string(b)) {
-		n++
-		var e event
-		if !strings.HasSuffix(line, "\n") {
-			return head, fmt.Errorf("line %d is torn", n)
+	defer f.Close()
+	bad := func(format string, a ...any) (eventHead, error) {
+		return head, &brokenChain{head.Cursor + 1, fmt.Sprintf(format, a...)}
+	}
+	for r := bufio.NewReader(io.LimitReader(f, size)); ; {
+		line, err := r.ReadBytes('\n')
+		switch {
+		case err == io.EOF && len(line) == 0:
+			return head, nil
+		case err == io.EOF:
+			return bad("is torn")
+		case err != nil:
+			return head, err
 		}
-		if err := json.Unmarshal([]byte(line), &e); err != nil {
-			return head, fmt.Errorf("line %d is no event: %w", n, err)
+		var e event
+		if err := json.Unmarshal(line, &e); err != nil {
+			return bad("is no event: %v", err)
 		}
 		sealed := e
-		next := sealed.seal(head)
-		if again, _ := json.Marshal(sealed); sealed != e || string(again)+"\n" != line {
-			return head, fmt.Errorf("line %d (cursor %d) was changed, or lines before it are missing or out of order", n, e.Cursor)
+		next := sealed.seal(eventHead{e.Cursor - 1, e.Prev})
+		again, err := json.Marshal(sealed)
+		switch {
+		case err != nil || sealed != e || string(again)+"\n" != string(line):
+			return bad("was changed")
+		case e.Cursor != head.Cursor+1:
+			return bad("has cursor %d: lines before it were removed, added or moved", e.Cursor)
+		case e.Prev != head.Hash:
+			return bad("does not follow from the one before it: one of them was replaced")
 		}
 		head = next
 	}
-	return head, nil
 }
 
 // evidence is what everything but the record to be put back says of a service.
