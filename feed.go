@@ -1,6 +1,5 @@
 // feed.go serves what happened: the events of a service or of Toad itself, as pages, to waiting requests
-// and as streams; whether a log of events is whole; what a candidate said itself. It also makes refusals
-// events.
+// and as streams, and what a candidate said itself. It also makes refusals events.
 package main
 
 import (
@@ -13,7 +12,6 @@ import (
 	"io/fs"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
@@ -274,95 +272,4 @@ func (d *daemon) getOutput(w http.ResponseWriter, r *http.Request) error {
 	w.Header().Set("Cache-Control", "no-store")
 	_, _ = newStream(w).Write(b)
 	return nil
-}
-
-// wireAudit tells of each log of events whether it is whole.
-type wireAudit struct {
-	OK   bool        `json:"ok"`
-	Logs []wireChain `json:"logs"`
-}
-
-type wireChain struct {
-	File    string `json:"file"` // below the data directory
-	Service string `json:"service,omitempty"`
-	Events  int64  `json:"events"`         // that follow from each other, from the first on
-	Hash    string `json:"hash,omitempty"` // of the last of them
-	Line    int64  `json:"line,omitempty"` // the first that is not as it should be
-	Problem string `json:"problem,omitempty"`
-}
-
-// audit follows the chain of a service's events to the head that its record names, or of Toad's own for "".
-// lock keeps record and log in step while both are looked at; the lines are read after it, up to where the
-// log then ended, so that a long one holds up nobody.
-func (d *dataDir) audit(service string, lock func(service string) (unlock func())) wireChain {
-	path := filepath.Join(d.path, "events.jsonl")
-	if service != "" {
-		path = d.serviceFile(service, "events.jsonl")
-	}
-	unlock := lock(service)
-	r := &record{}
-	var err error
-	if service != "" {
-		err = readRecord(d.serviceFile(service, "service.json"), r)
-	}
-	size := int64(0)
-	if st, serr := os.Stat(path); serr == nil {
-		size = st.Size()
-	}
-	unlock()
-
-	c := wireChain{Service: service}
-	c.File, _ = filepath.Rel(d.path, path)
-	head, verr := verifyEventsTo(path, size)
-	c.Events, c.Hash = head.Cursor, head.Hash
-	var bad *brokenChain
-	switch end := r.eventEnd(); {
-	case errors.As(verr, &bad):
-		c.Line, c.Problem = bad.line, bad.Error()
-	case verr != nil:
-		c.Problem = verr.Error()
-	case service == "" || head == end && (err == nil || errors.Is(err, fs.ErrNotExist)):
-	case err != nil && !errors.Is(err, fs.ErrNotExist):
-		c.Problem = "every line follows, but which is the last cannot be told: service.json cannot be read"
-	default:
-		bad = endsElsewhere(head, end, "service.json")
-		c.Line, c.Problem = bad.line, bad.Error()
-	}
-	return c
-}
-
-// getAudit verifies the log of one service, or all of them and Toad's own.
-func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
-	if !callerOf(r).local() {
-		return refuse("not_found", "there is no such route")
-	}
-	a := wireAudit{OK: true, Logs: []wireChain{}}
-	add := func(c wireChain) {
-		a.Logs, a.OK = append(a.Logs, c), a.OK && c.Problem == ""
-	}
-	if name := r.FormValue("service"); name != "" {
-		s, err := d.service(name)
-		if err != nil {
-			return err
-		}
-		add(d.data.audit(s.name, d.lockService))
-		return writeJSON(w, http.StatusOK, a)
-	}
-	own := int64(0) // what was written before the lines are read must be there
-	if l, err := d.data.own.open(); err == nil {
-		_, own, _, _ = l.since(0, 0)
-	}
-	c := d.data.audit("", func(string) func() {
-		d.data.own.mu.Lock()
-		return d.data.own.mu.Unlock
-	})
-	if c.Problem == "" && c.Events < own {
-		bad := endsElsewhere(eventHead{Cursor: c.Events}, eventHead{Cursor: own}, "the running Toad")
-		c.Line, c.Problem = bad.line, bad.Error()
-	}
-	add(c)
-	for _, s := range d.all() {
-		add(d.data.audit(s.name, d.lockService))
-	}
-	return writeJSON(w, http.StatusOK, a)
 }

@@ -748,6 +748,40 @@ func TestAuditFindsEachKindOfDamage(t *testing.T) {
 	})
 }
 
+// With no server the command takes the locks and looks itself.
+func TestAuditWithoutAServer(t *testing.T) {
+	var dir, quadlets string
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		must(t, w.data.ownEvent("start", "v1"))
+		dir, quadlets = w.dir, w.h.quadlets
+		verify := func(args ...string) (int, string) {
+			var out, errs strings.Builder
+			status := run(t.Context(), append(append([]string{"audit", "verify"}, args...), "--data", dir, "--quadlets", quadlets, "--socket", filepath.Join(dir, "none")), &out, &errs)
+			return status, out.String() + errs.String()
+		}
+		if status, said := verify(); status == 0 || !strings.Contains(said, errLocked.Error()) {
+			t.Errorf("beside a server: status %d, %s", status, said)
+		}
+		w.stop()
+		defer w.start()
+		if status, said := verify(); status != 0 || !strings.Contains(said, "events.jsonl: whole, 1 events, hash ") || !strings.Contains(said, "services/hello/events.jsonl: whole, 6 events") {
+			t.Errorf("status %d, %s", status, said)
+		}
+		path := w.data.serviceFile("hello", "events.jsonl")
+		b, err := os.ReadFile(path)
+		must(t, err)
+		must(t, os.WriteFile(path, b[:strings.LastIndexByte(string(b[:len(b)-1]), '\n')+1], 0o600))
+		if status, said := verify("hello"); status != exitRefused || !strings.Contains(said, "services/hello/events.jsonl: line 6 is missing") {
+			t.Errorf("status %d, %s", status, said)
+		}
+		if status, said := verify("nobody"); status != exitRefused || !strings.Contains(said, "no service nobody") {
+			t.Errorf("status %d, %s", status, said)
+		}
+		must(t, os.WriteFile(path, b, 0o600))
+	})
+}
+
 func TestCandidatesOutputIsKept(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		w.await(w.deploy("hello", w.push("hello", "1", app{says: "I am one\n"}), 0, "k1").ID, "promoted")

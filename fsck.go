@@ -7,6 +7,7 @@ import (
 	"archive/tar"
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -915,6 +916,166 @@ func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
 			printLine(stdout, "%s", line)
 		}
 		return err
+	}
+	return cmd
+}
+
+// wireAudit tells of each log of events whether it is whole.
+type wireAudit struct {
+	OK   bool        `json:"ok"`
+	Logs []wireChain `json:"logs"`
+}
+
+type wireChain struct {
+	File    string `json:"file"` // below the data directory
+	Service string `json:"service,omitempty"`
+	Events  int64  `json:"events"`         // that follow from each other, from the first on
+	Hash    string `json:"hash,omitempty"` // of the last of them
+	Line    int64  `json:"line,omitempty"` // the first that is not as it should be
+	Problem string `json:"problem,omitempty"`
+}
+
+// audit follows the chain of a service's events to the head that its record names, or of Toad's own for "".
+// lock keeps record and log in step while both are looked at; the lines are read after it, up to where the
+// log then ended, so that a long one holds up nobody.
+func (d *dataDir) audit(service string, lock func(service string) (unlock func())) wireChain {
+	path := filepath.Join(d.path, "events.jsonl")
+	if service != "" {
+		path = d.serviceFile(service, "events.jsonl")
+	}
+	unlock := lock(service)
+	r := &record{}
+	var err error
+	if service != "" {
+		err = readRecord(d.serviceFile(service, "service.json"), r)
+	}
+	size := int64(0)
+	if st, serr := os.Stat(path); serr == nil {
+		size = st.Size()
+	}
+	unlock()
+
+	c := wireChain{Service: service}
+	c.File, _ = filepath.Rel(d.path, path)
+	head, verr := verifyEventsTo(path, size)
+	c.Events, c.Hash = head.Cursor, head.Hash
+	var bad *brokenChain
+	switch end := r.eventEnd(); {
+	case errors.As(verr, &bad):
+		c.Line, c.Problem = bad.line, bad.Error()
+	case verr != nil:
+		c.Problem = verr.Error()
+	case service == "" || head == end && (err == nil || errors.Is(err, fs.ErrNotExist)):
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		c.Problem = "every line follows, but which is the last cannot be told: service.json cannot be read"
+	default:
+		bad = endsElsewhere(head, end, "service.json")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	return c
+}
+
+// getAudit verifies the log of one service, or all of them and Toad's own.
+func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
+	if !callerOf(r).local() {
+		return refuse("not_found", "there is no such route")
+	}
+	a := wireAudit{OK: true, Logs: []wireChain{}}
+	add := func(c wireChain) {
+		a.Logs, a.OK = append(a.Logs, c), a.OK && c.Problem == ""
+	}
+	if name := r.FormValue("service"); name != "" {
+		s, err := d.service(name)
+		if err != nil {
+			return err
+		}
+		add(d.data.audit(s.name, d.lockService))
+		return writeJSON(w, http.StatusOK, a)
+	}
+	own := int64(0) // what was written before the lines are read must be there
+	if l, err := d.data.own.open(); err == nil {
+		_, own, _, _ = l.since(0, 0)
+	}
+	c := d.data.audit("", func(string) func() {
+		d.data.own.mu.Lock()
+		return d.data.own.mu.Unlock
+	})
+	if c.Problem == "" && c.Events < own {
+		bad := endsElsewhere(eventHead{Cursor: c.Events}, eventHead{Cursor: own}, "the running Toad")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	add(c)
+	for _, s := range d.all() {
+		add(d.data.audit(s.name, d.lockService))
+	}
+	return writeJSON(w, http.StatusOK, a)
+}
+
+func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("audit")
+	c := newClient(cmd.FlagSet, stdout, stderr)
+	cmd.ShortUsage = "toad audit verify [SERVICE] [FLAGS]"
+	cmd.ShortHelp = "see that no line of the event logs was changed, removed or moved"
+	cmd.LongHelp = "Who keeps the count and the hash it prints can tell later that the log begins with the same lines.\nOf Toad's own log only the running server knows the end."
+	cmd.Exec = func(ctx context.Context, args []string) error {
+		if len(args) == 0 || args[0] != "verify" {
+			return usageError("audit: verify is missing", "toad audit verify [SERVICE]")
+		}
+		service, query := "", ""
+		if len(args) > 1 {
+			if err := wantArgs("audit", args[1:], "SERVICE"); err != nil {
+				return err
+			}
+			service, query = args[1], "?service="+args[1]
+		}
+		var a wireAudit
+		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, time.Minute*10)
+		switch {
+		case err == nil:
+			if err := decodeAnswer(raw, &a); err != nil {
+				return c.explain(err, "audit", service)
+			}
+		case c.reached.Load() || !errors.As(err, new(lostError)):
+			return c.explain(err, "audit", service)
+		default: // no server: do it here, under both locks
+			d, _, err := f.alone()
+			if err != nil {
+				return err
+			}
+			defer d.close()
+			names, err := d.services()
+			if err != nil {
+				return err
+			}
+			if service == "" {
+				names = append([]string{""}, names...)
+			} else if names = slices.DeleteFunc(names, func(n string) bool { return n != service }); len(names) == 0 {
+				return fmt.Errorf("audit: there is no service %s", service)
+			}
+			for _, name := range names {
+				a.Logs = append(a.Logs, d.audit(name, func(string) func() { return func() {} }))
+			}
+			a.OK = !slices.ContainsFunc(a.Logs, func(l wireChain) bool { return l.Problem != "" })
+			if raw, err = json.Marshal(a); err != nil {
+				return err
+			}
+		}
+		if c.json {
+			c.document(raw)
+		} else {
+			for _, l := range a.Logs {
+				if l.Problem != "" {
+					printLine(stdout, "%s: %s", l.File, l.Problem)
+				} else {
+					printLine(stdout, "%s: whole, %d events, hash %s", l.File, l.Events, cmp.Or(l.Hash, "-"))
+				}
+			}
+		}
+		if !a.OK {
+			return &commandError{status: exitRefused}
+		}
+		return nil
 	}
 	return cmd
 }
