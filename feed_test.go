@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -824,4 +825,101 @@ func TestCandidatesOutputHoldsUpNothing(t *testing.T) {
 			t.Errorf("it took %s, not %s", d, took)
 		}
 	})
+}
+
+// BenchmarkCommitWithWaiters measures what clients cost that follow a service's events: the time of a commit
+// of one event, which all of them are sent, and the memory of each.
+//
+//	go test -run '^$' -bench CommitWithWaiters -benchtime 200x .
+func BenchmarkCommitWithWaiters(b *testing.B) {
+	for _, way := range []string{"stream", "poll"} {
+		for _, n := range []int{0, 1000} {
+			b.Run(fmt.Sprintf("%s/%d", way, n), func(b *testing.B) { commitWithWaiters(b, way, n) })
+		}
+	}
+}
+
+func commitWithWaiters(b *testing.B, way string, n int) {
+	h := newFakeHost(b)
+	dir, err := os.MkdirTemp("", "toad")
+	must(b, err)
+	defer os.RemoveAll(dir)
+	data, err := openData(dir, h.quadlets)
+	must(b, err)
+	defer data.close()
+	log := slog.New(slog.DiscardHandler)
+	d := &daemon{data: data, host: h.host(), log: log, stopping: make(chan struct{}), ctx: b.Context(), services: map[string]*service{}}
+	d.enrollments = newEnrollments(b.TempDir(), func() enrollOptions { return enrollOptions{} })
+	s := newService("hello", data, d.host, func() (enrolled, error) { return testEnrollment("hello"), nil }, log)
+	must(b, s.open())
+	d.services["hello"] = s
+	ln, err := listenUnix(filepath.Join(dir, "run", "toad.sock"))
+	must(b, err)
+	srv := newServer(d.handler(), log)
+	go srv.Serve(ln)
+	defer srv.Close()
+	defer close(d.stopping)
+
+	memory := func() uint64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc + m.StackInuse
+	}
+	before := memory()
+	var got atomic.Int64 // events that arrived at all of them
+	for range n {
+		conn, err := net.Dial("unix", ln.Addr().String())
+		must(b, err)
+		defer conn.Close()
+		r := bufio.NewReaderSize(conn, 1024)
+		after := 0
+		ask := func() {
+			if way == "stream" {
+				_, err = io.WriteString(conn, "GET /v1/events?service=hello HTTP/1.1\r\nHost: toad\r\nAccept: text/event-stream\r\n\r\n")
+			} else {
+				_, err = fmt.Fprintf(conn, "GET /v1/events?service=hello&wait=60&after=%d HTTP/1.1\r\nHost: toad\r\n\r\n", after)
+			}
+		}
+		ask()
+		must(b, err)
+		go func() {
+			for {
+				line, err := r.ReadSlice('\n')
+				if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+					return
+				}
+				if way == "stream" && strings.HasPrefix(string(line), "id: ") {
+					got.Add(1)
+				} else if v, ok := strings.CutPrefix(strings.TrimSpace(string(line)), `"next_cursor": `); ok {
+					after, _ = strconv.Atoi(v)
+					got.Add(1)
+					ask()
+				}
+			}
+		}()
+	}
+	for n > 0 && runtime.NumGoroutine() < 3*n { // server: connection and its watcher; client: the reader
+		time.Sleep(10 * time.Millisecond)
+	}
+	time.Sleep(200 * time.Millisecond)
+	waiting := memory()
+	var commits, arrivals []time.Duration
+	for i := int64(1); b.Loop(); i++ {
+		begun := time.Now()
+		must(b, s.commit(func(*record) error { return nil }, event{Type: "reconcile", Detail: "x"}))
+		commits = append(commits, time.Since(begun))
+		for got.Load() < i*int64(n) {
+			time.Sleep(time.Millisecond)
+		}
+		arrivals = append(arrivals, time.Since(begun))
+		time.Sleep(5 * time.Millisecond)
+	}
+	if n > 0 {
+		b.ReportMetric(float64(int64(waiting)-int64(before))/float64(n), "B/waiter")
+	}
+	for name, list := range map[string][]time.Duration{"commit-p50-µs": commits, "all-told-p50-µs": arrivals} {
+		slices.Sort(list)
+		b.ReportMetric(float64(list[len(list)/2].Microseconds()), name)
+	}
 }

@@ -51,11 +51,14 @@ func (d *daemon) all() []*service {
 // service finds a service by name, one that was enrolled a moment ago included.
 func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
-		d.refresh()
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		if s := d.services[name]; s != nil {
-			return s, nil
+		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
+			look()
+			d.mu.Lock()
+			s := d.services[name]
+			d.mu.Unlock()
+			if s != nil {
+				return s, nil
+			}
 		}
 	}
 	return nil, refuse("not_found", "there is no such service")
