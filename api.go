@@ -278,6 +278,7 @@ func (d *daemon) handler() http.Handler {
 	handle("POST /v1/deployments", d.postDeployment, "dry_run")
 	handle("GET /v1/operations/{id}", d.getOperation, "wait", "after_state")
 	handle("GET /v1/operations/{id}/log", d.getLog, "follow")
+	handle("GET /v1/operations/{id}/output", d.getOutput)
 	handle("POST /v1/operations/{id}/rollback", d.postOperationRollback)
 	handle("GET /v1/services", d.getServices)
 	handle("GET /v1/services/{service}", d.getService)
@@ -289,6 +290,8 @@ func (d *daemon) handler() http.Handler {
 	handle("POST /v1/services/{service}/retire", d.postRetire)
 	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
 	handle("GET /v1/health", d.getHealth)
+	handle("GET /v1/events", d.getEvents, "service", "after", "wait")
+	handle("GET /v1/audit", d.getAudit, "service")
 	handle("POST /v1/fsck", d.postFsck)
 	handle("GET /v1/backup", d.getBackup)
 	handle("GET /metrics", d.getMetrics)
@@ -347,6 +350,7 @@ func (d *daemon) writeError(w http.ResponseWriter, r *http.Request, err error) {
 	} else if e.err != nil {
 		d.log.Warn("refused", "path", r.URL.Path, "code", e.Code, "err", e.err)
 	}
+	d.countRefusal(r, e.problem)
 	b, _ := json.MarshalIndent(e.problem, "", "  ")
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.Header().Set("Cache-Control", "no-store")
@@ -476,6 +480,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	case !imageForm.MatchString(req.Image):
 		return invalid("image", "image must be REPOSITORY@sha256:<64 hex digits>, fully qualified, with no tag")
 	}
+	r.SetPathValue("service", req.Service) // a refusal is an event of that service
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
@@ -624,6 +629,7 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 		after = op.State
 	}
 	if wait > 0 {
+		patient(w)
 		ctx, cancel := context.WithTimeout(r.Context(), wait)
 		defer cancel()
 		for op.State == after && !op.State.terminal() && ctx.Err() == nil {
@@ -681,6 +687,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 	if text {
 		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	}
+	out := newStream(w)
 	write := func(lines []logLine) error {
 		var buf bytes.Buffer
 		for _, l := range lines {
@@ -694,7 +701,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 			}
 			buf.Write(append(b, '\n'))
 		}
-		_, err := w.Write(buf.Bytes())
+		_, err := out.Write(buf.Bytes())
 		return err
 	}
 	l := s.logOf(op.ID)
@@ -706,14 +713,14 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 		_ = write(lines)
 		return nil
 	}
-	rc := http.NewResponseController(w)
 	for seq := int64(0); ; {
+		if now := s.logOf(op.ID); now != nil {
+			l = now // the records were read again
+		}
 		lines, grown := l.since(seq)
-		_ = rc.SetWriteDeadline(time.Now().Add(30 * time.Second)) // a reader that does not read is let go
 		if write(lines) != nil || !follow {
 			return nil
 		}
-		_ = rc.Flush()
 		seq += int64(len(lines))
 		var quiet <-chan time.Time
 		if cur := s.op(); cur == nil || cur.ID != op.ID || cur.State.terminal() {
@@ -752,6 +759,7 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 	if err != nil {
 		return err
 	}
+	r.SetPathValue("service", s.name)
 	op, again, err := s.requestRollback(op.ID, callerOf(r).actor())
 	if err != nil {
 		return err

@@ -1170,6 +1170,135 @@ func (c *client) streamLog(ctx context.Context, id string, follow bool, last *in
 	}
 }
 
+func eventsCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("events")
+	c := newClient(fs, stdout, stderr)
+	after := fs.Int64("after", 0, "those after this `cursor`")
+	var follow bool
+	fs.BoolVar(&follow, "follow", false, "go on with those to come")
+	fs.BoolVar(&follow, "f", false, "as --follow")
+	return &ffcli.Command{
+		Name:       "events",
+		ShortUsage: "toad events [SERVICE] [FLAGS]",
+		ShortHelp:  "print what happened to a service, or to Toad itself",
+		LongHelp:   "With --json each line is a JSON document of its own.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			service, doing := "", "reading toad's own events"
+			if len(args) > 0 {
+				if err := wantArgs("events", args, "SERVICE"); err != nil {
+					return err
+				}
+				service, doing = args[0], "reading the events of "+args[0]
+			}
+			if err := c.printEvents(ctx, service, *after, follow); err != nil {
+				return c.explain(err, doing, service)
+			}
+			return nil
+		},
+	}
+}
+
+// printEvents prints the events after a cursor, page by page, and with follow those to come.
+func (c *client) printEvents(ctx context.Context, service string, after int64, follow bool) error {
+	q := url.Values{}
+	if service != "" {
+		q.Set("service", service)
+	}
+	const wait = 30 * time.Second
+	for {
+		asked := time.Now()
+		q.Set("after", strconv.FormatInt(after, 10))
+		if follow {
+			q.Set("wait", strconv.Itoa(int(wait.Seconds())))
+		}
+		var page struct {
+			Events []json.RawMessage `json:"events"`
+			Next   int64             `json:"next_cursor"`
+		}
+		raw, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, wait+answerTime)
+		if err == nil {
+			err = decodeAnswer(raw, &page)
+		}
+		if err != nil {
+			return err
+		}
+		for _, raw := range page.Events {
+			var e wireEvent
+			if err := decodeAnswer(raw, &e); err != nil {
+				return err
+			}
+			if c.json {
+				var line bytes.Buffer
+				if err := json.Compact(&line, raw); err != nil {
+					return err
+				}
+				line.WriteByte('\n')
+				c.out.Write(escaped(line.Bytes()))
+				continue
+			}
+			times := ""
+			if e.Count > 1 {
+				times = fmt.Sprintf(" (%d times)", e.Count)
+			}
+			printLine(c.out, "%6d  %s  %-18s  %-8s  %s  %s%s", e.Cursor, clockText(e.At), e.Type, e.Actor, cmp.Or(e.OperationID, "-"), e.Detail, times)
+		}
+		after = page.Next
+		if len(page.Events) > 0 {
+			continue
+		}
+		if !follow {
+			return nil
+		}
+		if !pauseFor(ctx, pace-time.Since(asked)) { // a server that stops answers at once
+			return errStopped
+		}
+	}
+}
+
+func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("output")
+	c := newClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "output",
+		ShortUsage: "toad output OPERATION [FLAGS]",
+		ShortHelp:  "print what a rolled back candidate wrote itself",
+		LongHelp:   "On a terminal control characters are dropped; elsewhere it comes as it was written.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("output", args, "OPERATION"); err != nil {
+				return err
+			}
+			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, answerTime)
+			if err != nil {
+				return c.explain(err, "reading the output of "+args[0], "")
+			}
+			switch {
+			case c.json:
+				doc, err := json.Marshal(map[string]string{"operation_id": args[0], "output": string(raw)})
+				if err != nil {
+					return err
+				}
+				c.document(doc)
+			case isTerminal(stdout):
+				printText(stdout, raw)
+			default:
+				stdout.Write(raw)
+			}
+			return nil
+		},
+	}
+}
+
+// printText prints what somebody else wrote line by line.
+func printText(w io.Writer, text []byte) {
+	for line := range strings.Lines(string(text)) {
+		printLine(w, "%s", strings.TrimRight(line, "\r\n"))
+	}
+}
+
 func historyCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("history")
 	c := newClient(fs, stdout, stderr)

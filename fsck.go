@@ -5,13 +5,16 @@ package main
 
 import (
 	"archive/tar"
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -104,12 +107,8 @@ func (d *dataDir) fsckService(service string) []finding {
 	if err != nil {
 		bad(filepath.Join(dir, "events.jsonl"), "%v", err)
 	} else if r != nil {
-		want := r.EventHead
-		if n := len(r.Events); n > 0 {
-			want = eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
-		}
-		if head != want {
-			bad(filepath.Join(dir, "events.jsonl"), "it ends at cursor %d, service.json names %d", head.Cursor, want.Cursor)
+		if end := r.eventEnd(); head != end {
+			bad(filepath.Join(dir, "events.jsonl"), "%v", endsElsewhere(head, end, "service.json"))
 		}
 	}
 
@@ -221,33 +220,70 @@ var (
 	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
 )
 
+// brokenChain says which line of a log of events is not as it should be. Lines are counted from 1, as
+// cursors are.
+type brokenChain struct {
+	line int64
+	text string
+}
+
+func (b *brokenChain) Error() string { return fmt.Sprintf("line %d %s", b.line, b.text) }
+
+// endsElsewhere says how a whole log differs from the end that somebody names.
+func endsElsewhere(head, end eventHead, by string) *brokenChain {
+	switch {
+	case head.Cursor < end.Cursor:
+		return &brokenChain{head.Cursor + 1, fmt.Sprintf("is missing: the last that %s names is %d; what a Toad that was killed had no time to write is added when it starts, anything else was removed", by, end.Cursor)}
+	case head.Cursor > end.Cursor:
+		return &brokenChain{end.Cursor + 1, fmt.Sprintf("is one too many: the last that %s names is %d", by, end.Cursor)}
+	}
+	return &brokenChain{head.Cursor, fmt.Sprintf("was replaced: it is not the one that %s names", by)}
+}
+
 // verifyEvents follows the chain of a whole log and returns its end. A log that is not there is empty.
-func verifyEvents(path string) (eventHead, error) {
+func verifyEvents(path string) (eventHead, error) { return verifyEventsTo(path, math.MaxInt64) }
+
+// verifyEventsTo follows the chain of the first size bytes, to the first line that does not fit: the error
+// is then a *brokenChain.
+func verifyEventsTo(path string, size int64) (eventHead, error) {
 	var head eventHead
-	b, err := os.ReadFile(path)
+	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return head, nil
 	} else if err != nil {
 		return head, err
 	}
-	n := 0
-	for line := range strings.Lines(string(b)) {
-		n++
-		var e event
-		if !strings.HasSuffix(line, "\n") {
-			return head, fmt.Errorf("line %d is torn", n)
+	defer f.Close()
+	bad := func(format string, a ...any) (eventHead, error) {
+		return head, &brokenChain{head.Cursor + 1, fmt.Sprintf(format, a...)}
+	}
+	for r := bufio.NewReader(io.LimitReader(f, size)); ; {
+		line, err := r.ReadBytes('\n')
+		switch {
+		case err == io.EOF && len(line) == 0:
+			return head, nil
+		case err == io.EOF:
+			return bad("is torn")
+		case err != nil:
+			return head, err
 		}
-		if err := json.Unmarshal([]byte(line), &e); err != nil {
-			return head, fmt.Errorf("line %d is no event: %w", n, err)
+		var e event
+		if err := json.Unmarshal(line, &e); err != nil {
+			return bad("is no event: %v", err)
 		}
 		sealed := e
-		next := sealed.seal(head)
-		if again, _ := json.Marshal(sealed); sealed != e || string(again)+"\n" != line {
-			return head, fmt.Errorf("line %d (cursor %d) was changed, or lines before it are missing or out of order", n, e.Cursor)
+		next := sealed.seal(eventHead{e.Cursor - 1, e.Prev})
+		again, err := json.Marshal(sealed)
+		switch {
+		case err != nil || sealed != e || string(again)+"\n" != string(line):
+			return bad("was changed")
+		case e.Cursor != head.Cursor+1:
+			return bad("has cursor %d: lines before it were removed, added or moved", e.Cursor)
+		case e.Prev != head.Hash:
+			return bad("does not follow from the one before it: one of them was replaced")
 		}
 		head = next
 	}
-	return head, nil
 }
 
 // evidence is what everything but the record to be put back says of a service.
@@ -919,6 +955,166 @@ func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
 			printLine(stdout, "%s", line)
 		}
 		return err
+	}
+	return cmd
+}
+
+// wireAudit tells of each log of events whether it is whole.
+type wireAudit struct {
+	OK   bool        `json:"ok"`
+	Logs []wireChain `json:"logs"`
+}
+
+type wireChain struct {
+	File    string `json:"file"` // below the data directory
+	Service string `json:"service,omitempty"`
+	Events  int64  `json:"events"`         // that follow from each other, from the first on
+	Hash    string `json:"hash,omitempty"` // of the last of them
+	Line    int64  `json:"line,omitempty"` // the first that is not as it should be
+	Problem string `json:"problem,omitempty"`
+}
+
+// audit follows the chain of a service's events to the head that its record names, or of Toad's own for "".
+// lock keeps record and log in step while both are looked at; the lines are read after it, up to where the
+// log then ended, so that a long one holds up nobody.
+func (d *dataDir) audit(service string, lock func(service string) (unlock func())) wireChain {
+	path := filepath.Join(d.path, "events.jsonl")
+	if service != "" {
+		path = d.serviceFile(service, "events.jsonl")
+	}
+	unlock := lock(service)
+	r := &record{}
+	var err error
+	if service != "" {
+		err = readRecord(d.serviceFile(service, "service.json"), r)
+	}
+	size := int64(0)
+	if st, serr := os.Stat(path); serr == nil {
+		size = st.Size()
+	}
+	unlock()
+
+	c := wireChain{Service: service}
+	c.File, _ = filepath.Rel(d.path, path)
+	head, verr := verifyEventsTo(path, size)
+	c.Events, c.Hash = head.Cursor, head.Hash
+	var bad *brokenChain
+	switch end := r.eventEnd(); {
+	case errors.As(verr, &bad):
+		c.Line, c.Problem = bad.line, bad.Error()
+	case verr != nil:
+		c.Problem = verr.Error()
+	case service == "" || head == end && (err == nil || errors.Is(err, fs.ErrNotExist)):
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		c.Problem = "every line follows, but which is the last cannot be told: service.json cannot be read"
+	default:
+		bad = endsElsewhere(head, end, "service.json")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	return c
+}
+
+// getAudit verifies the log of one service, or all of them and Toad's own.
+func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
+	if !callerOf(r).local() {
+		return refuse("not_found", "there is no such route")
+	}
+	a := wireAudit{OK: true, Logs: []wireChain{}}
+	add := func(c wireChain) {
+		a.Logs, a.OK = append(a.Logs, c), a.OK && c.Problem == ""
+	}
+	if name := r.FormValue("service"); name != "" {
+		s, err := d.service(name)
+		if err != nil {
+			return err
+		}
+		add(d.data.audit(s.name, d.lockService))
+		return writeJSON(w, http.StatusOK, a)
+	}
+	own := int64(0) // what was written before the lines are read must be there
+	if l, err := d.data.own.open(); err == nil {
+		_, own, _, _ = l.since(0, 0)
+	}
+	c := d.data.audit("", func(string) func() {
+		d.data.own.mu.Lock()
+		return d.data.own.mu.Unlock
+	})
+	if c.Problem == "" && c.Events < own {
+		bad := endsElsewhere(eventHead{Cursor: c.Events}, eventHead{Cursor: own}, "the running Toad")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	add(c)
+	for _, s := range d.all() {
+		add(d.data.audit(s.name, d.lockService))
+	}
+	return writeJSON(w, http.StatusOK, a)
+}
+
+func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("audit")
+	c := newClient(cmd.FlagSet, stdout, stderr)
+	cmd.ShortUsage = "toad audit verify [SERVICE] [FLAGS]"
+	cmd.ShortHelp = "see that no line of the event logs was changed, removed or moved"
+	cmd.LongHelp = "Who keeps the count and the hash it prints can tell later that the log begins with the same lines.\nOf Toad's own log only the running server knows the end."
+	cmd.Exec = func(ctx context.Context, args []string) error {
+		if len(args) == 0 || args[0] != "verify" {
+			return usageError("audit: verify is missing", "toad audit verify [SERVICE]")
+		}
+		service, query := "", ""
+		if len(args) > 1 {
+			if err := wantArgs("audit", args[1:], "SERVICE"); err != nil {
+				return err
+			}
+			service, query = args[1], "?service="+args[1]
+		}
+		var a wireAudit
+		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, time.Minute*10)
+		switch {
+		case err == nil:
+			if err := decodeAnswer(raw, &a); err != nil {
+				return c.explain(err, "audit", service)
+			}
+		case c.reached.Load() || !errors.As(err, new(lostError)):
+			return c.explain(err, "audit", service)
+		default: // no server: do it here, under both locks
+			d, _, err := f.alone()
+			if err != nil {
+				return err
+			}
+			defer d.close()
+			names, err := d.services()
+			if err != nil {
+				return err
+			}
+			if service == "" {
+				names = append([]string{""}, names...)
+			} else if names = slices.DeleteFunc(names, func(n string) bool { return n != service }); len(names) == 0 {
+				return fmt.Errorf("audit: there is no service %s", service)
+			}
+			for _, name := range names {
+				a.Logs = append(a.Logs, d.audit(name, func(string) func() { return func() {} }))
+			}
+			a.OK = !slices.ContainsFunc(a.Logs, func(l wireChain) bool { return l.Problem != "" })
+			if raw, err = json.Marshal(a); err != nil {
+				return err
+			}
+		}
+		if c.json {
+			c.document(raw)
+		} else {
+			for _, l := range a.Logs {
+				if l.Problem != "" {
+					printLine(stdout, "%s: %s", l.File, l.Problem)
+				} else {
+					printLine(stdout, "%s: whole, %d events, hash %s", l.File, l.Events, cmp.Or(l.Hash, "-"))
+				}
+			}
+		}
+		if !a.OK {
+			return &commandError{status: exitRefused}
+		}
+		return nil
 	}
 	return cmd
 }

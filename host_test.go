@@ -12,6 +12,7 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -37,6 +38,7 @@ type fakeHost struct {
 	containers map[string]*hostContainer
 	images     map[string]string // in Podman: reference → image id
 	starts     []fakeStart       // Podman's own start events
+	journal    []fakeLine
 	networks   map[string]bool
 	apps       map[string]*app // image digest → how it behaves
 	registry   map[string]fakeImage
@@ -55,6 +57,7 @@ type fakeHost struct {
 	registryDown bool
 	podmanHangs  bool
 	managerHangs bool
+	journalHangs bool
 	generator    func(unit string, text []byte) bool // false: refuses
 	analyze      bool
 	badFlags     bool // podman refuses the command's flags
@@ -92,6 +95,7 @@ type app struct {
 	noLimit      bool          // StartLimitIntervalSec=0
 	noRestart    bool          // Restart=no
 	exits        int
+	says         string // written at each start
 }
 
 type fakeImage struct {
@@ -137,6 +141,13 @@ type hostContainer struct {
 type fakeStart struct {
 	name string
 	at   time.Time
+}
+
+// fakeLine is one line of the journal that a container wrote.
+type fakeLine struct {
+	at              time.Time
+	unit, container string
+	text            string
 }
 
 func newFakeHost(t testing.TB) *fakeHost {
@@ -459,6 +470,9 @@ func (h *fakeHost) run(u *hostUnit) {
 			Labels: labelsOf(u.text), StartedAt: time.Now(), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
 		h.containers[c.ID] = c
 		h.starts = append(h.starts, fakeStart{name, time.Now().Add(h.wallOffset)})
+		if a.says != "" {
+			h.journal = append(h.journal, fakeLine{time.Now().Add(h.wallOffset), u.name, name, a.says})
+		}
 		u.container, u.mainPID, u.job, u.begun = c, c.ConmonPID, 0, time.Now()
 		h.set(u, "active", "running")
 		h.singleton()
@@ -681,7 +695,7 @@ func (h *fakeHost) ResetFailed(ctx context.Context, name string) error {
 	return err
 }
 
-// Run plays the two host programs that are run on a candidate's unit.
+// Run plays the host programs that are run on a candidate's unit, and the journal's.
 func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, output string) (bool, error) {
 	if err := h.ask(ctx, &h.managerHangs); err != nil {
 		return false, err
@@ -695,6 +709,14 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		return !h.badFlags, os.WriteFile(output, nil, 0o600)
+	}
+	if argv[0] == "/usr/bin/journalctl" {
+		if err := h.ask(ctx, &h.journalHangs); err != nil {
+			return false, err
+		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return true, os.WriteFile(output, []byte(h.journalctl(argv)), 0o600)
 	}
 	dir, _, _ := strings.Cut(strings.TrimPrefix(env[0], "QUADLET_UNIT_DIRS="), ":")
 	files, _ := filepath.Glob(filepath.Join(dir, "*.container"))
@@ -710,6 +732,34 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 		fmt.Fprintf(&out, "---%s---\n[Unit]\nSourcePath=%s\n[Service]\nExecStart=/usr/bin/podman run -d %s\n", serviceName(filepath.Base(f)), f, lineOf(string(b), "Image="))
 	}
 	return ok, os.WriteFile(output, []byte(out.String()), 0o600)
+}
+
+// journalctl prints the lines that these arguments ask for.
+func (h *fakeHost) journalctl(argv []string) string {
+	arg := func(name string) string {
+		for _, a := range argv {
+			if v, ok := strings.CutPrefix(a, name+"="); ok {
+				return v
+			}
+		}
+		h.t.Errorf("journalctl without %s: %q", name, argv)
+		return ""
+	}
+	when := func(name string) time.Time {
+		v, err := strconv.ParseFloat(strings.TrimPrefix(arg(name), "@"), 64)
+		if err != nil {
+			h.t.Errorf("journalctl: %v", err)
+		}
+		return time.UnixMilli(int64(math.Round(v * 1000)))
+	}
+	var lines []string
+	for _, l := range h.journal {
+		if l.unit == arg("_SYSTEMD_USER_UNIT") && l.container == arg("CONTAINER_NAME") && !l.at.Before(when("--since")) && !l.at.After(when("--until")) {
+			lines = append(lines, l.text)
+		}
+	}
+	most, _ := strconv.Atoi(arg("--lines"))
+	return strings.Join(lines[max(0, len(lines)-most):], "")
 }
 
 func (h *fakeHost) Incarnation(ctx context.Context) (string, error) {

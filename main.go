@@ -9,11 +9,14 @@
 //	toad watch OPERATION
 //	toad rollback SERVICE|OPERATION
 //	toad log OPERATION
+//	toad output OPERATION
 //	toad history SERVICE
 //	toad suspend SERVICE
 //	toad resume SERVICE
 //	toad reconcile SERVICE [OPERATION]
 //	toad retire SERVICE
+//	toad events [SERVICE]
+//	toad audit verify [SERVICE]
 //	toad check DIR
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
@@ -22,8 +25,8 @@
 //
 // `serve` is the server: one on a host, in its own container. `check` judges a directory of
 // enrollments without a host. The other commands speak to the server over its administration
-// socket, /data/run/toad.sock unless --socket names another. `fsck` and `backup` work on the data
-// directory themselves when no server runs, `restore` always does.
+// socket, /data/run/toad.sock unless --socket names another. `fsck`, `audit` and `backup` work on
+// the data directory themselves when no server runs, `restore` always does.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
 // puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
@@ -154,11 +157,14 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			watchCmd(stdout, stderr),
 			rollbackCmd(stdout, stderr),
 			logCmd(stdout, stderr),
+			outputCmd(stdout, stderr),
 			historyCmd(stdout, stderr),
 			suspendCmd(stdout, stderr),
 			resumeCmd(stdout, stderr),
 			reconcileCmd(stdout, stderr),
 			retireCmd(stdout, stderr),
+			eventsCmd(stdout, stderr),
+			auditCmd(stdout, stderr),
 			checkCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),

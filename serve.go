@@ -51,11 +51,14 @@ func (d *daemon) all() []*service {
 // service finds a service by name, one that was enrolled a moment ago included.
 func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
-		d.refresh()
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		if s := d.services[name]; s != nil {
-			return s, nil
+		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
+			look()
+			d.mu.Lock()
+			s := d.services[name]
+			d.mu.Unlock()
+			if s != nil {
+				return s, nil
+			}
 		}
 	}
 	return nil, refuse("not_found", "there is no such service")
@@ -149,8 +152,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
-	srv := &http.Server{Handler: d.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute,
-		MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+	srv := newServer(d.handler(), log)
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(ln) }()
 	if err := data.ownEvent("start", buildVersion().Version); err != nil {
@@ -159,6 +161,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	notify("READY=1")
 	log.Info("serving", "socket", ln.Addr().String(), "services", len(d.all()))
 
+	d.wg.Go(func() { data.own.tally.run(rctx, func() error { return data.own.write() }) })
 	go func() {
 		for own.ask(rctx) != nil && rctx.Err() == nil { // a Podman that does not answer holds up nothing
 			time.Sleep(time.Second)
@@ -207,10 +210,24 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	_ = srv.Shutdown(sctx)
 	cancel()
 	d.wg.Wait()
+	for _, s := range d.all() {
+		if eerr := s.tally.end(s.commitCounted); eerr != nil {
+			log.Error("writing counted events", "service", s.name, "err", eerr)
+		}
+	}
+	if eerr := data.own.tally.end(func() error { return data.own.write() }); eerr != nil {
+		log.Error("writing toad's own counted events", "err", eerr)
+	}
 	if eerr := data.ownEvent("stop", ""); eerr != nil {
 		log.Error("writing toad's own event", "err", eerr)
 	}
 	return err
+}
+
+// newServer bounds what a request may take to arrive. What an answer may take its handler bounds.
+func newServer(h http.Handler, log *slog.Logger) *http.Server {
+	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
 }
 
 // listenUnix listens on the administration socket: its directory is for the owner alone, and so is it.

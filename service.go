@@ -3,6 +3,8 @@
 package main
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,10 +56,13 @@ type service struct {
 
 	mu  sync.Mutex // guards commits; never held across a call to the host
 	rec atomic.Pointer[record]
-	// ev, broken and cancelStep are guarded by mu.
-	ev         *eventLog
-	broken     error // a commit failed: nothing is committed until the disk was read again
+	// broken, unsure and cancelStep are guarded by mu.
+	broken     error    // a commit failed: nothing is committed until the disk was read again
+	unsure     *attempt // that commit
 	cancelStep context.CancelCauseFunc
+
+	ev    atomic.Pointer[eventLog] // appended to under mu
+	tally tally
 
 	wake chan struct{} // one token: look again
 
@@ -65,10 +70,17 @@ type service struct {
 	signals *unitSignals
 	held    string // the unit that signals are of
 	release func()
+	beside  sync.WaitGroup // what run leaves to be done beside it
 	// restartTold is when a restart after promotion was last told.
 	restartTold time.Time
 
 	live live
+}
+
+// attempt is a commit of which the disk alone knows what became.
+type attempt struct {
+	record *record
+	settle func(done bool) // of what it took from the tally
 }
 
 // live is what is known now and not kept on disk.
@@ -98,7 +110,7 @@ type health struct {
 }
 
 func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
-	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1)}
+	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally()}
 	s.live.changed = make(chan struct{})
 	s.live.outcomes = map[state]int{}
 	s.live.unavailable = errors.New("not read yet")
@@ -109,6 +121,8 @@ func newService(name string, data *dataDir, h *host, enroll func() (enrolled, er
 // run owns the service until ctx ends. Whatever leaves it not knowing what is on disk (a failed write)
 // makes it forget everything and begin from the disk again; only this service is affected.
 func (s *service) run(ctx context.Context) {
+	defer s.beside.Wait()
+	s.beside.Go(func() { s.tally.run(ctx, s.commitCounted) })
 	defer func() {
 		if s.release != nil {
 			s.release()
@@ -213,9 +227,29 @@ func (s *service) read() (*record, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.ev, s.broken = ev, nil
+	if a := s.unsure; a != nil {
+		is, err := encodeRecord(r)
+		tried, err2 := encodeRecord(a.record)
+		a.settle(err == nil && err2 == nil && bytes.Equal(is, tried))
+	}
+	s.broken, s.unsure = nil, nil
+	if old := s.ev.Swap(ev); old != nil {
+		old.wake() // who waits for more of it goes on with the new one
+	}
 	s.rec.Store(r)
 	return r, nil
+}
+
+// commitCounted writes the counted events that are due. With no room on the disk it leaves them counted: a
+// commit that fails closes the service, and what they tell is not worth that.
+func (s *service) commitCounted() error {
+	if err := s.usable(); err != nil {
+		return err
+	}
+	if err := s.data.room(); err != nil {
+		return err
+	}
+	return s.commit(func(*record) error { return nil })
 }
 
 // stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
@@ -308,24 +342,38 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 		}
 	}
 	r.UpdatedAt = now
-	r.EventHead, r.Events = s.ev.head, nil
-	for head := s.ev.head; len(r.Events) < len(events); {
-		e := events[len(r.Events)]
-		e.At, e.Service = now, s.name
+	var once, flood []event
+	for _, e := range events {
 		if e.Operation == "" && r.Operation != nil {
 			e.Operation = r.Operation.ID
 		}
-		if e.Actor == "" {
-			e.Actor = "toad"
+		e.Actor = cmp.Or(e.Actor, "toad")
+		if floods(e.Type) {
+			flood = append(flood, e)
+		} else {
+			once = append(once, e)
 		}
+	}
+	due, settle := s.tally.take(flood)
+	ev := s.ev.Load()
+	r.EventHead, r.Events = ev.head, nil
+	head := ev.head
+	for _, e := range append(once, due...) {
+		e.At, e.Service = now, s.name
 		head = e.seal(head)
 		r.Events = append(r.Events, e)
 	}
 	if err := s.data.save(r); err != nil {
+		if errors.Is(err, errStorage) {
+			s.unsure = &attempt{r, settle}
+		} else {
+			settle(false)
+		}
 		return err
 	}
+	settle(true)
 	s.rec.Store(r)
-	err = s.data.withReserve(func() error { return s.ev.append(r.Events) })
+	err = s.data.withReserve(func() error { return ev.append(r.Events) })
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
@@ -732,7 +780,7 @@ func (s *service) requestRollback(id, actor string) (op *operation, again bool, 
 	err = s.commitLocked(func(r *record) error {
 		r.Operation.RollbackRequested, r.Operation.RollbackBy = true, actor
 		return nil
-	})
+	}, event{Type: "rollback-requested", Actor: actor})
 	cancel := s.cancelStep
 	o = s.op()
 	s.mu.Unlock()

@@ -596,13 +596,14 @@ func syncFile(path string) error {
 type dataDir struct {
 	path, quadlets string
 	id             string // DATA/id
+	own            ownLog // Toad's own events
 	locks          []*flock.Flock
 }
 
 // lockData takes both locks: whoever has them alone may read and write the directory. Nothing is read
 // before they are held.
 func lockData(path, quadlets string) (*dataDir, error) {
-	d := &dataDir{path: path, quadlets: quadlets}
+	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), tally: newTally()}}
 	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)
@@ -1040,13 +1041,7 @@ func tail(path string, n int64) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
-// ownEvent adds a line to Toad's own event log, which has no record beside it.
+// ownEvent adds a line to Toad's own event log.
 func (d *dataDir) ownEvent(typ, detail string) error {
-	l := &eventLog{path: filepath.Join(d.path, "events.jsonl")}
-	if err := l.readEnd(); err != nil {
-		return err
-	}
-	e := event{At: time.Now().UTC().Truncate(time.Millisecond), Type: typ, Actor: "toad", Detail: detail}
-	e.seal(l.head)
-	return l.append([]event{e})
+	return d.own.write(event{Type: typ, Actor: "toad", Detail: detail})
 }

@@ -266,10 +266,11 @@ func (s *service) watchUnit(ctx context.Context, rev *revision) (unitStatus, err
 		return st, err
 	}
 	var events []event
-	if n.Count > before.Count && time.Since(s.restartTold) >= time.Minute {
-		// A crash loop is told once a minute, with the count.
-		s.restartTold = time.Now()
-		s.alert("restart", "restarts since promotion", n.Count)
+	if n.Count > before.Count {
+		if time.Since(s.restartTold) >= time.Minute { // of a crash loop the journal has a line a minute
+			s.restartTold = time.Now()
+			s.alert("restart", "restarts since promotion", n.Count)
+		}
 		events = []event{{Type: "restart", Operation: s.currentOperation(), Detail: fmt.Sprintf("%d since promotion", n.Count)}}
 	}
 	if cerr := s.commit(func(r *record) error { r.Watch = n; return nil }, events...); cerr != nil {
