@@ -246,6 +246,7 @@ type serveConfig struct {
 	quadlets   string   // directory the units are written to
 	data       string   // directory of the records; the socket is run/toad.sock in it
 	enrollment string   // directory of the enrollments, read-only
+	listen     string   // TCP address for the holders of tokens; "": none
 	authFile   string   // credentials for the registry
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
@@ -260,6 +261,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.quadlets, "quadlets", "/quadlet", "`directory` the units are written to")
 	fs.StringVar(&cfg.data, "data", "/data", "`directory` of the records and of the socket run/toad.sock")
 	fs.StringVar(&cfg.enrollment, "enrollment", "/enrollment", "`directory` of the enrollments")
+	fs.StringVar(&cfg.listen, "listen", ":8440", "TCP `address` for the holders of tokens; empty: none")
 	fs.StringVar(&cfg.authFile, "auth-file", "/etc/toad/auth.json", "`file` with the registry's credentials")
 	fs.StringVar(&cfg.caFile, "ca-file", "/etc/toad/ca.pem", "`file` with the certificates that the registry is trusted by")
 	fs.Func("plain-http", "registry `host` that is spoken to without TLS; repeatable", func(s string) error {

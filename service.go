@@ -56,6 +56,13 @@ type service struct {
 	broken     error // a commit failed: nothing is committed until the disk was read again
 	cancelStep context.CancelCauseFunc
 
+	index *tokenIndex // of every service's tokens
+	// What tokens.json says, guarded by mu.
+	issued    []*token
+	owed      []tokenEvent
+	unsaved   bool  // a revocation is not durable yet
+	tokensErr error // why the file is not to be trusted
+
 	wake chan struct{} // one token: look again
 
 	// owned by run
@@ -93,7 +100,7 @@ type health struct {
 }
 
 func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
-	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1)}
+	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), index: &tokenIndex{}}
 	s.live.changed = make(chan struct{})
 	s.live.unavailable = errors.New("not read yet")
 	s.live.health.state = "unknown"
@@ -177,6 +184,7 @@ func (s *service) open() error {
 
 // read is open's reading, under mu.
 func (s *service) read() (*record, error) {
+	s.readTokens() // they hold whatever becomes of the record
 	r, err := s.data.load(s.name)
 	if err != nil {
 		return nil, err
@@ -196,7 +204,14 @@ func (s *service) read() (*record, error) {
 	}
 	s.ev, s.broken = ev, nil
 	s.rec.Store(r)
-	return r, nil
+	if err := s.tellTokens(); err != nil {
+		select {
+		case <-s.wake: // run waits before it tries again
+		default:
+		}
+		return nil, err
+	}
+	return s.rec.Load(), nil
 }
 
 // stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
@@ -284,7 +299,7 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 	for head := s.ev.head; len(r.Events) < len(events); {
 		e := events[len(r.Events)]
 		e.At, e.Service = now, s.name
-		if e.Operation == "" && r.Operation != nil {
+		if e.Operation == "" && r.Operation != nil && !strings.HasPrefix(e.Type, "token-") {
 			e.Operation = r.Operation.ID
 		}
 		if e.Actor == "" {
@@ -476,6 +491,13 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rec.Load()
+	bearer, err := s.bearer(sub.actor)
+	if err != nil {
+		return nil, false, err
+	}
+	if s.tokensErr != nil {
+		return nil, false, s.unavailable(s.tokensErr)
+	}
 
 	if o := r.Operation; o != nil && o.Key == sub.key {
 		if o.RequestHash != sub.hash {
@@ -504,7 +526,8 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil, false, refuse("shutting_down", "toad is shutting down; try again")
 	}
 	if enErr != nil {
-		e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments: %s", s.name, enErr)
+		e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
+		e.err, e.local = enErr, enErr.Error()
 		return nil, false, e
 	}
 	kind, image := sub.kind, sub.image
@@ -532,6 +555,11 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		e := refuse("stale_generation", "expected_generation is %d, the current generation is %d", sub.expected, r.Generation)
 		e.CurrentGeneration = &r.Generation
 		return nil, false, e
+	}
+	if bearer != nil {
+		if wait := bearer.exhausted(s.now()); wait > 0 {
+			return nil, false, tooMany(wait, "this token began %d deployments within an hour", tokenDeployments)
+		}
 	}
 	switch err := s.data.room(); {
 	case errors.Is(err, syscall.ENOSPC):
@@ -561,6 +589,9 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil
 	}, event{Type: "deploy", Operation: o.ID, Actor: sub.actor, Detail: image}); err != nil {
 		return nil, false, s.unavailable(err) // whether it was accepted is on the disk
+	}
+	if bearer != nil {
+		bearer.accepted = append(bearer.accepted, now)
 	}
 	if s.cancelStep != nil { // what is done while idle
 		s.cancelStep(errSubmitted)
@@ -602,6 +633,10 @@ func (s *service) requestRollback(id, actor string) (op *operation, again bool, 
 		return nil, false, err
 	}
 	s.mu.Lock()
+	if _, err := s.bearer(actor); err != nil {
+		s.mu.Unlock()
+		return nil, false, err
+	}
 	o := s.op()
 	switch {
 	case o == nil || o.ID != id || o.State.terminal():
