@@ -85,9 +85,9 @@ func (f *tokenFile) check(service string) error {
 	return nil
 }
 
-// tokens reads tokens.json; one that is not there has none.
-func (d *dataDir) tokens(service string) (*tokenFile, error) {
-	path := d.serviceFile(service, "tokens.json")
+// tokens reads tokens.json, or its predecessor; one that is not there has none.
+func (d *dataDir) tokens(service, name string) (*tokenFile, error) {
+	path := d.serviceFile(service, name)
 	f := &tokenFile{}
 	if err := readRecord(path, f); errors.Is(err, fs.ErrNotExist) {
 		return &tokenFile{Version: recordVersion, Service: service}, nil
@@ -231,7 +231,7 @@ func (s *service) bearer(actor string) (*token, error) {
 // readTokens takes up what tokens.json says, under mu. A token that ended in memory stays ended. With a
 // file that is not to be trusted no token is added, and none is issued.
 func (s *service) readTokens() {
-	f, err := s.data.tokens(s.name)
+	f, err := s.data.tokens(s.name, "tokens.json")
 	if err == nil && len(f.Tokens) > 0 {
 		err = syncFile(s.data.serviceFile(s.name, "tokens.json"))
 	}
@@ -385,12 +385,18 @@ func (s *service) revoke(actor string, which func(t *token) bool) error {
 			return err
 		}
 	}
-	if s.rec.Load() != nil && s.broken == nil {
-		if err := s.tellTokens(); err != nil {
-			s.alert("token-event-owed", "err", err)
-		}
-	}
+	s.tryTellTokens()
 	return nil
+}
+
+// tryTellTokens commits what is owed if that can be done now; else it is when the records are read again.
+func (s *service) tryTellTokens() {
+	if s.rec.Load() == nil || s.broken != nil {
+		return
+	}
+	if err := s.tellTokens(); err != nil {
+		s.alert("token-event-owed", "err", err)
+	}
 }
 
 // revokeAll ends every token of the service, as revoke does.
