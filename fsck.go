@@ -894,7 +894,7 @@ func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error)
 func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("fsck")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
 	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
 	cmd.ShortHelp = "check every record; changes nothing without --restore"
@@ -956,7 +956,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("backup")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
 	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
 	cmd.Exec = func(ctx context.Context, args []string) error {

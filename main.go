@@ -10,6 +10,7 @@
 //	toad rollback SERVICE|OPERATION
 //	toad log OPERATION
 //	toad history SERVICE
+//	toad token issue SERVICE | list [SERVICE] | revoke TOKEN
 //	toad check DIR
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
@@ -20,6 +21,11 @@
 // enrollments without a host. The other commands speak to the server over its administration
 // socket, /data/run/toad.sock unless --socket names another. `fsck` and `backup` work on the data
 // directory themselves when no server runs, `restore` always does.
+//
+// Whoever has a token reaches the server with --server URL instead: the token is in TOAD_TOKEN or in the
+// file that --token-file names, and never on the command line. It is for one service, and does of
+// `status`, `deploy`, `watch`, `rollback`, `log` and `history` what its verbs allow. `token` issues, lists
+// and revokes them, over the socket alone; a token is printed once.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
 // puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
@@ -90,10 +96,15 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	// Package flag prints the help after every mistake: it is shown only when asked for.
 	var help bytes.Buffer
 	root := newRoot(stdout, stderr)
-	for _, c := range append(root.Subcommands, root) {
+	var quiet func(c *ffcli.Command)
+	quiet = func(c *ffcli.Command) {
 		c.FlagSet.SetOutput(&help)
 		c.UsageFunc = usageText
+		for _, sub := range c.Subcommands {
+			quiet(sub)
+		}
 	}
+	quiet(root)
 	err := root.Parse(permute(root, args))
 	switch {
 	case err == nil:
@@ -146,6 +157,7 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			rollbackCmd(stdout, stderr),
 			logCmd(stdout, stderr),
 			historyCmd(stdout, stderr),
+			tokenCmd(stdout, stderr),
 			checkCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),
