@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -13,6 +14,7 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"math"
 	"net/http"
 	"net/url"
 	"path"
@@ -223,6 +225,7 @@ type problem struct {
 	Code              string `json:"code"`
 	Detail            string `json:"detail,omitempty"`
 	Field             string `json:"field,omitempty"`
+	Verb              string `json:"verb,omitempty"`
 	CurrentGeneration *int64 `json:"current_generation,omitempty"`
 	OperationID       string `json:"operation_id,omitempty"`
 }
@@ -230,7 +233,9 @@ type problem struct {
 // apiError is a refusal: what the client is told, and nothing else of why.
 type apiError struct {
 	problem
-	err error // for the journal
+	err   error         // for the journal
+	local string        // what the administration socket is told besides
+	retry time.Duration // when to come again
 }
 
 func (e *apiError) Error() string { return e.Code + ": " + e.Detail }
@@ -238,7 +243,7 @@ func (e *apiError) Unwrap() error { return e.err }
 
 // statuses maps each code to its HTTP status.
 var statuses = map[string]int{
-	"invalid_request": 400, "not_found": 404,
+	"invalid_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404, "too_many_requests": 429,
 	"stale_generation": 409, "rollout_active": 409, "held": 409, "not_rollbackable": 409,
 	"rollback_barrier": 409, "suspended": 409, "no_revision": 409, "enrolled": 409,
 	"key_reused": 422, "repository_not_allowed": 422, "enrollment_invalid": 422,
@@ -255,46 +260,197 @@ func invalid(field, format string, args ...any) *apiError {
 	return e
 }
 
-// maxBody bounds a request's body.
-const maxBody = 16 << 10
+func tooMany(retry time.Duration, format string, args ...any) *apiError {
+	e := refuse("too_many_requests", format, args...)
+	e.retry = retry
+	return e
+}
+
+// What a request and its answer may take.
+const (
+	maxBody   = 16 << 10
+	bodyTime  = 10 * time.Second // for the body to arrive
+	writeTime = 30 * time.Second // for what was written to be taken
+)
 
 // maxWait bounds a long poll.
 const maxWait = 60 * time.Second
 
+// route is one thing that may be asked for.
+type route struct {
+	pattern string
+	unix    bool   // it is there on the administration socket
+	verb    string // that a token needs for it over TCP; "": it is not there
+	serve   func(w http.ResponseWriter, r *http.Request) error
+	params  []string // of its query
+}
+
+func (d *daemon) routes() []route {
+	return []route{
+		{"POST /v1/deployments", true, "deploy", d.postDeployment, []string{"dry_run"}},
+		{"GET /v1/operations/{id}", true, "read", d.getOperation, []string{"wait", "after_state"}},
+		{"GET /v1/operations/{id}/log", true, "read", d.getLog, []string{"follow"}},
+		{"GET /v1/operations/{id}/output", true, "", d.getOutput, nil},
+		{"POST /v1/operations/{id}/rollback", true, "rollback", d.postOperationRollback, nil},
+		{"GET /v1/services", true, "read", d.getServices, nil},
+		{"GET /v1/services/{service}", true, "read", d.getService, nil},
+		{"GET /v1/services/{service}/operations", true, "read", d.getOperations, []string{"limit", "before"}},
+		{"POST /v1/services/{service}/rollback", true, "rollback", d.postServiceRollback, nil},
+		{"POST /v1/services/{service}/reconcile", true, "deploy", d.postReconcile, nil},
+		{"POST /v1/services/{service}/suspend", true, "", d.postSuspend, nil},
+		{"POST /v1/services/{service}/resume", true, "", d.postResume, nil},
+		{"POST /v1/services/{service}/retire", true, "", d.postRetire, nil},
+		{"POST /v1/rollback", false, "rollback", d.postServiceRollback, nil},
+		{"GET /v1/events", true, "read", d.getEvents, []string{"service", "after", "wait"}},
+		{"GET /v1/version", true, "read", getVersion, nil},
+		{"GET /v1/health", true, "read", d.getHealth, nil},
+		{"POST /v1/tokens", true, "", d.postToken, nil},
+		{"GET /v1/tokens", true, "", d.getTokens, []string{"service"}},
+		{"DELETE /v1/tokens/{id}", true, "", d.deleteToken, nil},
+		{"GET /metrics", true, "", d.getMetrics, nil},
+		{"GET /v1/audit", true, "", d.getAudit, []string{"service"}},
+		{"POST /v1/fsck", true, "", d.postFsck, nil},
+		{"GET /v1/backup", true, "", d.getBackup, nil},
+	}
+}
+
 // handler serves the administration socket: everything, for whoever the file system lets in.
 func (d *daemon) handler() http.Handler {
+	mux := d.mux(func(rt route) bool { return rt.unix })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		d.answer(mux, newReply(w, r), r)
+	})
+}
+
+// tcpHandler serves the holders of tokens: each for one service, and as if there were no other.
+func (d *daemon) tcpHandler() http.Handler {
+	mux := d.mux(func(rt route) bool { return rt.verb != "" })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		t, c := d.tokens.holder(r.Header), caller{remote: true}
+		if t != nil {
+			c.token, c.service, c.verbs = t.ID, t.service, t.Verbs
+		}
+		ctx, end := context.WithCancel(context.WithValue(r.Context(), callerKey{}, c))
+		defer end()
+		out := newReply(w, r)
+		now := d.host.wall()
+		if t == nil || !t.valid(now) {
+			d.writeError(out, r.WithContext(ctx), unauthorized())
+			return
+		}
+		select {
+		case t.slots <- struct{}{}:
+			defer func() { <-t.slots }()
+		default:
+			d.writeError(out, r.WithContext(ctx), tooMany(time.Second, "this token has %d requests under way", tokenRequests))
+			return
+		}
+		t.used.Store(now.UnixMilli())
+		defer context.AfterFunc(t.ended, end)()
+		if t.ExpiresAt != nil {
+			defer time.AfterFunc(t.ExpiresAt.Sub(now), end).Stop()
+		}
+		r = r.WithContext(ctx)
+		out.ended = func() bool { return !t.valid(d.host.wall()) }
+		out.refuse = func() { d.writeError(&reply{ResponseWriter: w}, r, unauthorized()) }
+		d.answer(mux, out, r)
+		if !out.wrote && out.ended() {
+			out.WriteHeader(http.StatusOK)
+		}
+	})
+}
+
+// reply is an answer on its way: a client that does not take it is let go, and once its token has ended
+// nothing more of it is told.
+type reply struct {
+	http.ResponseWriter
+	ended  func() bool // nil on the administration socket
+	refuse func()
+	wrote  bool
+	over   bool
+}
+
+// newReply bounds what the client may take for the body of its request and for the answer.
+func newReply(w http.ResponseWriter, r *http.Request) *reply {
+	rc := http.NewResponseController(w)
+	_ = rc.SetWriteDeadline(time.Now().Add(writeTime))
+	if r.ContentLength != 0 {
+		_ = rc.SetReadDeadline(time.Now().Add(bodyTime))
+	}
+	return &reply{ResponseWriter: w}
+}
+
+func (w *reply) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+func (w *reply) WriteHeader(status int) {
+	_ = http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTime))
+	switch {
+	case w.over:
+	case !w.wrote && w.ended != nil && w.ended():
+		w.wrote, w.over = true, true
+		clear(w.Header())
+		w.refuse()
+	default:
+		w.wrote = true
+		w.ResponseWriter.WriteHeader(status)
+	}
+}
+
+func (w *reply) Write(b []byte) (int, error) {
+	if !w.wrote {
+		w.WriteHeader(http.StatusOK)
+	}
+	if w.over = w.over || w.ended != nil && w.ended(); w.over {
+		return 0, errTokenEnded
+	}
+	_ = http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTime))
+	return w.ResponseWriter.Write(b)
+}
+
+// FlushError is what a ResponseController calls.
+func (w *reply) FlushError() error {
+	if !w.wrote {
+		w.WriteHeader(http.StatusOK)
+	}
+	return http.NewResponseController(w.ResponseWriter).Flush()
+}
+
+// answer reads the body of a request and has it answered.
+func (d *daemon) answer(mux http.Handler, w *reply, r *http.Request) {
+	if r.ContentLength != 0 {
+		b, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
+		if err != nil {
+			d.writeError(w, r, invalid("", "the body could not be read"))
+			return
+		}
+		if len(b) <= maxBody { // else the rest of it is not waited for
+			_ = http.NewResponseController(w.ResponseWriter).SetReadDeadline(time.Time{})
+		}
+		r.Body = io.NopCloser(bytes.NewReader(b))
+	}
+	mux.ServeHTTP(w, r)
+}
+
+// mux finds the route of a request among those that are there.
+func (d *daemon) mux(there func(rt route) bool) http.Handler {
 	mux := http.NewServeMux()
-	handle := func(pattern string, h func(w http.ResponseWriter, r *http.Request) error, params ...string) {
-		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
-			err := checkQuery(r, params)
+	for _, rt := range d.routes() {
+		if !there(rt) {
+			continue
+		}
+		mux.HandleFunc(rt.pattern, func(w http.ResponseWriter, r *http.Request) {
+			err := callerOf(r).may(rt.verb)
 			if err == nil {
-				err = h(w, r)
+				err = checkQuery(r, rt.params)
+			}
+			if err == nil {
+				err = rt.serve(w, r)
 			}
 			if err != nil {
 				d.writeError(w, r, err)
 			}
 		})
 	}
-	handle("POST /v1/deployments", d.postDeployment, "dry_run")
-	handle("GET /v1/operations/{id}", d.getOperation, "wait", "after_state")
-	handle("GET /v1/operations/{id}/log", d.getLog, "follow")
-	handle("GET /v1/operations/{id}/output", d.getOutput)
-	handle("POST /v1/operations/{id}/rollback", d.postOperationRollback)
-	handle("GET /v1/services", d.getServices)
-	handle("GET /v1/services/{service}", d.getService)
-	handle("GET /v1/services/{service}/operations", d.getOperations, "limit", "before")
-	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
-	handle("POST /v1/services/{service}/reconcile", d.postReconcile)
-	handle("POST /v1/services/{service}/suspend", d.postSuspend)
-	handle("POST /v1/services/{service}/resume", d.postResume)
-	handle("POST /v1/services/{service}/retire", d.postRetire)
-	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
-	handle("GET /v1/health", d.getHealth)
-	handle("GET /v1/events", d.getEvents, "service", "after", "wait")
-	handle("GET /v1/audit", d.getAudit, "service")
-	handle("POST /v1/fsck", d.postFsck)
-	handle("GET /v1/backup", d.getBackup)
-	handle("GET /metrics", d.getMetrics)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// The mux redirects a path that is not clean: here it is no route.
 		if _, pattern := mux.Handler(r); pattern == "" || path.Clean(r.URL.Path) != r.URL.Path {
@@ -351,7 +507,21 @@ func (d *daemon) writeError(w http.ResponseWriter, r *http.Request, err error) {
 		d.log.Warn("refused", "path", r.URL.Path, "code", e.Code, "err", e.err)
 	}
 	d.countRefusal(r, e.problem)
-	b, _ := json.MarshalIndent(e.problem, "", "  ")
+	p := e.problem
+	switch c := callerOf(r); {
+	case c.local() && e.local != "":
+		p.Detail += ": " + e.local
+	case !c.local() && e.Code == "not_found": // what is not there and what is another's are told alike
+		p = refuse("not_found", "there is no such thing for this token").problem
+	}
+	switch {
+	case e.Status == http.StatusUnauthorized:
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		w.Header().Set("Connection", "close")
+	case e.retry > 0:
+		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(e.retry.Seconds()))))
+	}
+	b, _ := json.MarshalIndent(p, "", "  ")
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(e.Status)
@@ -389,7 +559,8 @@ func readBody(r *http.Request) ([]byte, error) {
 	return b, nil
 }
 
-// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it.
+// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it. A
+// field named with a question mark may be missing.
 func decode(r *http.Request, v any, fields ...string) error {
 	b, err := readBody(r)
 	if err != nil {
@@ -398,6 +569,11 @@ func decode(r *http.Request, v any, fields ...string) error {
 	dec := json.NewDecoder(bytes.NewReader(b))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return invalid("", "the body must be one JSON object")
+	}
+	optional := map[string]bool{}
+	for i, f := range fields {
+		f, optional[strings.TrimSuffix(f, "?")] = strings.CutSuffix(f, "?")
+		fields[i] = f
 	}
 	seen := map[string]bool{}
 	for dec.More() {
@@ -428,15 +604,18 @@ func decode(r *http.Request, v any, fields ...string) error {
 		return invalid("", "something follows the JSON object")
 	}
 	for _, f := range fields {
-		if !seen[f] {
+		if !seen[f] && !optional[f] {
 			return invalid(f, "%s is missing", f)
 		}
 	}
 	var wrong *json.UnmarshalTypeError
 	if err := json.Unmarshal(b, v); errors.As(err, &wrong) {
 		kind := "string"
-		if wrong.Type.Kind() == reflect.Int64 {
+		switch wrong.Type.Kind() {
+		case reflect.Int64:
 			kind = "whole number"
+		case reflect.Slice:
+			kind = "list of strings"
 		}
 		return invalid(wrong.Field, "%s must be a %s", wrong.Field, kind)
 	} else if err != nil {
@@ -491,7 +670,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 			return invalid("dry_run", "dry_run must be true or false")
 		}
 	}
-	s, err := d.service(req.Service)
+	s, err := d.serviceOf(callerOf(r), req.Service)
 	if err != nil {
 		return err
 	}
@@ -507,6 +686,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	return d.answerSubmit(w, s, sub)
 }
 
+// postServiceRollback is for the service that is named; where none is, for the token's own.
 func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) error {
 	var req rollbackRequest
 	if err := decode(r, &req, "expected_generation", "idempotency_key"); err != nil {
@@ -515,7 +695,7 @@ func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) err
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), cmp.Or(r.PathValue("service"), callerOf(r).service))
 	if err != nil {
 		return err
 	}
@@ -591,15 +771,37 @@ func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s 
 	return writeJSON(w, status, s.view(callerOf(r).local()))
 }
 
-// findOperation finds an operation wherever it is. An id that does not match its pattern is not looked for.
-func (d *daemon) findOperation(id string) (*service, *operation, error) {
+// visible are the services that a caller may know of.
+func (d *daemon) visible(c caller) []*service {
+	if c.local() {
+		return d.all()
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return []*service{d.services[c.service]} // who issued its token began with this
+}
+
+// serviceOf finds a service that the caller may know of. To a token every other name is the same.
+func (d *daemon) serviceOf(c caller, name string) (*service, error) {
+	switch {
+	case c.local():
+		return d.service(name)
+	case c.service == name:
+		return d.visible(c)[0], nil
+	}
+	return nil, refuse("not_found", "there is no such service")
+}
+
+// findOperation finds an operation wherever the caller may look. An id that does not match its pattern is
+// not looked for.
+func (d *daemon) findOperation(c caller, id string) (*service, *operation, error) {
 	if operationID.MatchString(id) {
-		for _, s := range d.all() {
+		for _, s := range d.visible(c) {
 			if r := s.rec.Load(); r != nil && r.Operation != nil && r.Operation.ID == id {
 				return s, r.Operation, nil
 			}
 		}
-		for _, s := range d.all() {
+		for _, s := range d.visible(c) {
 			switch op, err := d.data.operation(s.name, id); {
 			case err == nil:
 				return s, op, nil
@@ -618,7 +820,7 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
@@ -635,7 +837,7 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 		for op.State == after && !op.State.terminal() && ctx.Err() == nil {
 			changed := s.changed()
 			if cur := s.op(); cur == nil || cur.ID != op.ID {
-				_, op, err = d.findOperation(op.ID) // it ended and the next one was accepted
+				_, op, err = d.findOperation(callerOf(r), op.ID) // it ended and the next one was accepted
 				if err != nil {
 					return err
 				}
@@ -677,7 +879,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 			return invalid("follow", "follow must be true or false")
 		}
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
@@ -755,7 +957,7 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 	if err := noBody(r); err != nil {
 		return err
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
@@ -771,16 +973,19 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 }
 
 func (d *daemon) getServices(w http.ResponseWriter, r *http.Request) error {
-	d.refresh()
+	c := callerOf(r)
+	if c.local() {
+		d.refresh()
+	}
 	list := wireServices{Services: []wireService{}}
-	for _, s := range d.all() {
-		list.Services = append(list.Services, s.view(callerOf(r).local()))
+	for _, s := range d.visible(c) {
+		list.Services = append(list.Services, s.view(c.local()))
 	}
 	return writeJSON(w, http.StatusOK, list)
 }
 
 func (d *daemon) getService(w http.ResponseWriter, r *http.Request) error {
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}
@@ -788,7 +993,7 @@ func (d *daemon) getService(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}
@@ -817,7 +1022,7 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 			list.Next = list.Operations[limit-1].ID
 			break
 		}
-		_, op, err := d.findOperation(id)
+		_, op, err := d.findOperation(callerOf(r), id)
 		if err != nil {
 			return err
 		}
@@ -826,9 +1031,14 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 	return writeJSON(w, http.StatusOK, list)
 }
 
+func getVersion(w http.ResponseWriter, _ *http.Request) error {
+	return writeJSON(w, http.StatusOK, buildVersion())
+}
+
+// getHealth tells a token of its own service only.
 func (d *daemon) getHealth(w http.ResponseWriter, r *http.Request) error {
 	h := wireHealthz{Status: "ok", Services: map[string]int{"total": 0, "unavailable": 0, "rolling_out": 0, "held": 0, "suspended": 0}}
-	for _, s := range d.all() {
+	for _, s := range d.visible(callerOf(r)) {
 		h.Services["total"]++
 		s.live.Lock()
 		unavailable := s.live.unavailable != nil

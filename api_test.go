@@ -356,7 +356,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("parameter twice", "GET", "/v1/operations/"+op.ID+"?wait=1&wait=2", "", 400, "invalid_request", "wait")
 		add("unknown parameter", "GET", "/v1/services?sort=name", "", 400, "invalid_request", "sort")
 		add("broken query", "GET", "/v1/services?%zz", "", 400, "invalid_request", "")
-		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/metrics", "/v1/metrics", "/v1/operations"} {
+		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/metrics", "/v1/metrics", "/v1/rollback", "/v1/operations"} {
 			add("route "+path, "GET", path, "", 404, "not_found", "")
 		}
 
@@ -368,7 +368,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 			"/v1/deployments": "POST", "/v1/operations/" + op.ID: "GET, HEAD", "/v1/operations/" + op.ID + "/log": "GET, HEAD", "/v1/operations/" + op.ID + "/output": "GET, HEAD", "/v1/operations/" + op.ID + "/rollback": "POST",
 			"/v1/services": "GET, HEAD", "/v1/services/hello": "GET, HEAD", "/v1/services/hello/operations": "GET, HEAD", "/v1/services/hello/rollback": "POST",
 			"/v1/services/hello/suspend": "POST", "/v1/services/hello/resume": "POST", "/v1/services/hello/retire": "POST", "/v1/services/hello/reconcile": "POST", "/metrics": "GET, HEAD",
-			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/events": "GET, HEAD", "/v1/audit": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD",
+			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/events": "GET, HEAD", "/v1/audit": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD", "/v1/tokens": "GET, HEAD, POST", "/v1/tokens/x": "DELETE",
 		}
 		for path, allow := range routes {
 			for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {

@@ -55,6 +55,7 @@ const (
 
 var (
 	operationArg = regexp.MustCompile(`^[0-9a-z]{26}$`)
+	tokenArg     = regexp.MustCompile(`^[a-z2-7]{12}$`)
 	serviceArg   = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
 )
 
@@ -94,19 +95,47 @@ type client struct {
 	log     *screen   // everything else
 	json    bool
 	socket  string
+	server  string // URL of a server that is reached over TCP with a token; "": the socket
+	token   func() (string, error)
 	reached atomic.Bool // a connection came about at least once
 	http    *http.Client
 }
 
-// newClient makes a client that is complete once the flags are parsed. How the server is reached is
-// decided here and nowhere else.
+// newClient makes a client that is complete once the flags are parsed: over the socket, or with --server
+// over TCP with a token. How the server is reached is decided here and nowhere else.
 func newClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
+	c := localClient(flags, stdout, stderr)
+	var file string
+	flags.StringVar(&c.server, "server", "", "`URL` of a server, for the holder of a token: TOAD_TOKEN, or --token-file")
+	flags.StringVar(&file, "token-file", "", "`file` with the token for --server")
+	c.token = func() (string, error) {
+		token := os.Getenv("TOAD_TOKEN")
+		if file != "" {
+			b, err := os.ReadFile(file)
+			if err != nil {
+				return "", usageError("reading the token: "+err.Error(), "--token-file names a file with nothing but the token")
+			}
+			token = string(b)
+		}
+		if token = strings.TrimSpace(token); token == "" || strings.ContainsFunc(token, unicode.IsSpace) {
+			return "", usageError("there is no token for "+c.server, "set TOAD_TOKEN or --token-file; on the host, toad token issue makes one")
+		}
+		return token, nil
+	}
+	return c
+}
+
+// localClient makes a client of what only the administration socket does.
+func localClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
 	c := &client{out: stdout, log: newScreen(stderr)}
 	flags.StringVar(&c.socket, "socket", defaultSocket, "the server's administration `socket`")
 	flags.BoolVar(&c.json, "json", false, "print the answer as JSON")
 	c.http = &http.Client{
-		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "unix", c.socket)
+		Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			if c.server == "" {
+				network, address = "unix", c.socket
+			}
+			conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, network, address)
 			if err == nil {
 				c.reached.Store(true)
 			}
@@ -119,7 +148,9 @@ func newClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
 
 // command spells a command line that reaches the same server.
 func (c *client) command(args ...string) string {
-	if c.socket != defaultSocket {
+	if c.server != "" {
+		args = append(args, "--server", c.server)
+	} else if c.socket != defaultSocket {
 		args = append(args, "--socket", c.socket)
 	}
 	return "toad " + strings.Join(args, " ")
@@ -164,9 +195,24 @@ func (c *client) open(ctx context.Context, method, path string, in any) (*http.R
 		}
 		body = bytes.NewReader(b)
 	}
-	req, err := http.NewRequestWithContext(ctx, method, "http://toad"+path, body)
+	base := "http://toad"
+	if c.server != "" {
+		u, err := url.Parse(c.server)
+		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || u.RawQuery != "" {
+			return nil, usageError("--server is no URL of a server", "for example http://127.0.0.1:8440")
+		}
+		base = strings.TrimRight(c.server, "/")
+	}
+	req, err := http.NewRequestWithContext(ctx, method, base+path, body)
 	if err != nil {
 		return nil, err
+	}
+	if c.server != "" {
+		token, err := c.token()
+		if err != nil {
+			return nil, err
+		}
+		req.Header.Set("Authorization", "Bearer "+token)
 	}
 	if in != nil {
 		req.Header.Set("Content-Type", "application/json")
@@ -266,6 +312,9 @@ func (c *client) explain(err error, doing, service string) *commandError {
 	if errors.Is(err, errStopped) {
 		return &commandError{status: exitInterrupted, text: doing + ": interrupted"}
 	}
+	if e := (*commandError)(nil); errors.As(err, &e) {
+		return e
+	}
 	// A refusal first: one that lasted longer than patience is wrapped in a lost connection.
 	if r := (*refusal)(nil); errors.As(err, &r) && !errors.As(err, new(lostError)) {
 		if c.json {
@@ -278,6 +327,8 @@ func (c *client) explain(err error, doing, service string) *commandError {
 	}
 	e := &commandError{status: exitUnreachable, text: doing + ": the server is out of reach: " + err.Error()}
 	switch {
+	case c.server != "":
+		e.hint = "is " + c.server + " right, and the server running?"
 	case errors.Is(err, fs.ErrNotExist):
 		e.hint = "is the server running? --socket or TOAD_SOCKET names another socket"
 	case errors.Is(err, fs.ErrPermission):
@@ -295,6 +346,10 @@ func (c *client) hintFor(r *refusal, service string) string {
 		status = c.command("status", service)
 	}
 	switch r.Code {
+	case "unauthorized":
+		return "the token is unknown, revoked or expired: on the host, toad token list shows them"
+	case "forbidden":
+		return "a token with that verb is needed: on the host, toad token issue makes one"
 	case "stale_generation":
 		return "read the generation again: " + status
 	case "rollout_active":
@@ -306,6 +361,9 @@ func (c *client) hintFor(r *refusal, service string) string {
 	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "no_revision", "enrolled", "state_unavailable":
 		return "see " + status
 	case "not_found":
+		if c.server != "" {
+			return "a token is for one service; what only the host's operator may do needs the administration socket"
+		}
 		return "see " + c.command("status") + " for the services, toad history SERVICE for operations"
 	case "shutting_down":
 		return "the server stops: try again when it is back"
@@ -1297,6 +1355,176 @@ func printText(w io.Writer, text []byte) {
 	for line := range strings.Lines(string(text)) {
 		printLine(w, "%s", strings.TrimRight(line, "\r\n"))
 	}
+}
+
+func tokenCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return &ffcli.Command{
+		Name:       "token",
+		ShortUsage: "toad token issue|list|revoke [ARGUMENTS] [FLAGS]",
+		ShortHelp:  "issue, list and revoke the tokens of the API for programs",
+		FlagSet:    newFlags("token"),
+		Subcommands: []*ffcli.Command{
+			tokenIssueCmd(stdout, stderr),
+			tokenListCmd(stdout, stderr),
+			tokenRevokeCmd(stdout, stderr),
+		},
+		Exec: func(_ context.Context, args []string) error {
+			if len(args) == 0 {
+				return usageError("token: issue, list or revoke is missing", "toad token -h shows the usage")
+			}
+			return usageError("token: unknown command: "+args[0], "toad token -h shows the usage")
+		},
+	}
+}
+
+func tokenIssueCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token issue")
+	c := localClient(fs, stdout, stderr)
+	verbs := fs.String("verbs", "read", "what it allows, of `VERBS` read, deploy, rollback")
+	label := fs.String("label", "", "a `text` that says what it is for")
+	expires := fs.Duration("expires", 0, "how long it is valid, a `duration` like 720h; 0s: until it is revoked")
+	return &ffcli.Command{
+		Name:       "issue",
+		ShortUsage: "toad token issue SERVICE --label TEXT [FLAGS]",
+		ShortHelp:  "issue a token for one service",
+		LongHelp:   "The token is printed once, alone on standard output. Toad keeps only its hash.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("token issue", args, "SERVICE"); err != nil {
+				return err
+			}
+			req := tokenRequest{Service: args[0], Label: *label, Verbs: splitNames(*verbs)}
+			if *expires != 0 {
+				if *expires < time.Second {
+					return usageError("token issue: --expires must be a second at least", "--expires 720h is thirty days")
+				}
+				seconds := int64(*expires / time.Second)
+				req.ExpiresInSeconds = &seconds
+			}
+			return c.issueToken(ctx, req)
+		},
+	}
+}
+
+func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
+	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, answerTime)
+	var t wireIssued
+	if err == nil {
+		err = decodeAnswer(raw, &t)
+	}
+	if err != nil {
+		e := c.explain(err, "issuing a token for "+req.Service, req.Service)
+		if e.status != exitRefused && c.reached.Load() {
+			e.text, e.hint = e.text+"; it may have been issued, and nobody has its secret", "revoke it if it is there: "+c.command("token", "list", req.Service)
+		}
+		return e
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		printLine(c.out, "%s", t.Token)
+	}
+	until := "until it is revoked"
+	if t.ExpiresAt != nil {
+		until = "until " + clockText(*t.ExpiresAt)
+	}
+	c.log.note("token %s for %s: %s, valid %s", t.ID, t.Service, strings.Join(t.Verbs, ", "), until)
+	c.log.note("it is shown this once; to end it: %s", c.command("token", "revoke", t.ID))
+	return nil
+}
+
+func tokenListCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token list")
+	c := localClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "list",
+		ShortUsage: "toad token list [SERVICE] [FLAGS]",
+		ShortHelp:  "list the tokens, or those of a service",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			path := "/v1/tokens"
+			if len(args) > 0 {
+				if err := wantArgs("token list", args, "SERVICE"); err != nil {
+					return err
+				}
+				path += "?service=" + args[0]
+			}
+			return c.listTokens(ctx, path)
+		},
+	}
+}
+
+func (c *client) listTokens(ctx context.Context, path string) error {
+	var list wireTokens
+	raw, err := c.read(ctx, path, &list)
+	if err != nil {
+		return c.explain(err, "reading the tokens", "")
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	t := newTable(c.out, "TOKEN", "SERVICE", "VERBS", "ISSUED", "EXPIRES", "LAST USED", "STATE", "LABEL")
+	at := func(w *wireTime) string {
+		if w == nil {
+			return "-"
+		}
+		return clockText(*w)
+	}
+	for _, k := range list.Tokens {
+		state := choose(k.Valid, "valid", "expired")
+		if k.RevokedAt != nil {
+			state = "revoked"
+		}
+		t.row(k.ID, k.Service, strings.Join(k.Verbs, ","), clockText(k.IssuedAt), at(k.ExpiresAt), at(k.LastUsedAt), state, k.Label)
+	}
+	t.flush()
+	return nil
+}
+
+func tokenRevokeCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token revoke")
+	c := localClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "revoke",
+		ShortUsage: "toad token revoke TOKEN [FLAGS]",
+		ShortHelp:  "end a token, by its id",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("token revoke", args, "TOKEN"); err != nil {
+				return err
+			}
+			if !tokenArg.MatchString(args[0]) { // it may be the token itself: not to be repeated
+				return usageError("token revoke: this is not a token's id", "toad token list shows them")
+			}
+			return c.revokeToken(ctx, args[0])
+		},
+	}
+}
+
+// revokeToken asks until it is answered: a token that is revoked already is no other answer.
+func (c *client) revokeToken(ctx context.Context, id string) error {
+	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, answerTime)
+	var t wireToken
+	if err == nil {
+		err = decodeAnswer(raw, &t)
+	}
+	if err != nil {
+		e := c.explain(err, "revoking "+id, "")
+		if e.status != exitRefused && c.reached.Load() {
+			e.hint = "it may not be durable yet; revoke it again: " + c.command("token", "revoke", id)
+		}
+		return e
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	printLine(c.out, "token %s of %s is revoked", t.ID, t.Service)
+	return nil
 }
 
 func historyCmd(stdout, stderr io.Writer) *ffcli.Command {

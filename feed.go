@@ -108,15 +108,12 @@ func (d *daemon) getEvents(w http.ResponseWriter, r *http.Request) error {
 		}
 	}
 	name, who := r.FormValue("service"), callerOf(r)
-	if !who.local() {
-		if name != "" && name != who.service {
-			return refuse("not_found", "there is no such service")
-		}
+	if !who.local() && name == "" {
 		name = who.service
 	}
 	var s *service
 	if name != "" {
-		if s, err = d.service(name); err != nil {
+		if s, err = d.serviceOf(who, name); err != nil {
 			return err
 		}
 	}
@@ -230,9 +227,6 @@ func (d *daemon) countRefusal(r *http.Request, p problem) {
 	switch {
 	case p.Code == "unauthorized" || p.Code == "forbidden":
 		e.Type = "denied"
-		if who.local() { // nobody that is known
-			e.Actor = "unknown"
-		}
 	case r.Method == http.MethodGet || r.Method == http.MethodHead:
 		return
 	case who.local():
@@ -254,10 +248,7 @@ func (d *daemon) countRefusal(r *http.Request, p problem) {
 // getOutput gives what the candidate wrote to its standard output and error, as it was. It may be anything:
 // it is the operator's alone.
 func (d *daemon) getOutput(w http.ResponseWriter, r *http.Request) error {
-	if !callerOf(r).local() {
-		return refuse("not_found", "there is no such route")
-	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}

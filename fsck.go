@@ -96,12 +96,25 @@ func (d *dataDir) fsckService(service string) []finding {
 		// Enrolled, and never deployed: there is nothing yet.
 		left, _ := filepath.Glob(filepath.Join(dir, "*", "*.json"))
 		if st, err := os.Stat(filepath.Join(dir, "events.jsonl")); len(left) == 0 && (err != nil || st.Size() == 0) {
-			return nil
+			if _, err := d.tokens(service, "tokens.json"); err != nil {
+				bad(filepath.Join(dir, "tokens.json"), "%v", err)
+			}
+			return all
 		}
 	}
 	if err != nil {
 		bad(main, "%v", err)
 		r = nil
+	}
+	if f, err := d.tokens(service, "tokens.json"); err != nil {
+		bad(filepath.Join(dir, "tokens.json"), "%v", err)
+	} else {
+		told := d.toldTokens(service)
+		for _, t := range f.Tokens {
+			if t.RevokedAt == nil && told[t.ID] == "token-revoked" {
+				bad(filepath.Join(dir, "tokens.json"), "token %s was revoked, and is not here", t.ID)
+			}
+		}
 	}
 	head, err := verifyEvents(filepath.Join(dir, "events.jsonl"))
 	if err != nil {
@@ -169,7 +182,11 @@ func (d *dataDir) fsckService(service string) []finding {
 		sub := filepath.Dir(rel)
 		switch {
 		case temporaryName.MatchString(e.Name()), strings.Contains(e.Name(), ".damaged-"): // swept at the next start; kept for a person
-		case rel == "service.json", rel == "events.jsonl":
+		case rel == "service.json", rel == "events.jsonl", rel == "tokens.json":
+		case sub == "." && name == "tokens.json":
+			if _, err := d.tokens(service, e.Name()); err != nil {
+				bad(path, "%v", err)
+			}
 		case sub == "." && name == "service.json":
 			if err := readRecord(path, &record{}); err != nil {
 				bad(path, "%v", err)
@@ -378,6 +395,45 @@ func (d *dataDir) gather(service string, running []container) evidence {
 	return ev
 }
 
+// toldTokens is the last that a service's event log says of each token.
+func (d *dataDir) toldTokens(service string) map[string]string {
+	told := map[string]string{}
+	b, _ := os.ReadFile(d.serviceFile(service, "events.jsonl"))
+	for line := range strings.Lines(string(b)) {
+		var e event
+		if json.Unmarshal([]byte(line), &e) == nil && strings.HasPrefix(e.Type, "token-") {
+			told[e.Detail] = e.Type
+		}
+	}
+	return told
+}
+
+// restoreTokens writes tokens.json from one of before, or from itself. Of it only those tokens stay valid
+// that the event log knows as issued and not as revoked; none if the log does not verify.
+func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
+	told := d.toldTokens(from.Service)
+	if _, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl")); err != nil {
+		told = nil
+	}
+	f := *from
+	f.Tokens, f.Owed = slices.Clone(from.Tokens), nil
+	for i, t := range f.Tokens {
+		if t.RevokedAt == nil && told[t.ID] != "token-issued" {
+			f.Tokens[i].RevokedAt = &now
+		}
+		if f.Tokens[i].RevokedAt != nil && told[t.ID] != "token-revoked" {
+			f.Owed = append(f.Owed, tokenEvent{"token-revoked", t.ID, "local"})
+		}
+	}
+	path := d.serviceFile(from.Service, "tokens.json")
+	if _, err := d.tokens(from.Service, "tokens.json"); err != nil {
+		if err := setAside(path, now.UTC().Format("20060102T150405")); err != nil {
+			return err
+		}
+	}
+	return d.withReserve(func() error { return writeRecord(path, &f) })
+}
+
 // restoreService puts service.json back from a record of before. Its current and retained revisions are
 // taken, if nothing says that a later one was promoted; generation and next generation go above every
 // number found, so that every request made before is stale; every operation under way or only known
@@ -483,6 +539,14 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	stamp := now.UTC().Format("20060102T150405")
 	log := d.serviceFile(service, "events.jsonl")
 	if ev.logErr != nil {
+		// Which tokens were revoked is not known: before the log is gone, all of them are.
+		tokens, err := d.tokens(service, "tokens.json")
+		if err == nil && len(tokens.Tokens) > 0 {
+			err = d.restoreTokens(tokens, now)
+		}
+		if err != nil && !errors.Is(err, errCorrupt) { // of a damaged one none is valid
+			return err
+		}
 		if err := setAside(log, stamp); err != nil {
 			return err
 		}
@@ -525,15 +589,30 @@ func setAside(path, stamp string) error {
 	return syncDir(filepath.Dir(path))
 }
 
-// restoreNamed puts one record back from its last valid predecessor. Only service.json has one that a
-// restore can use; every other record is immutable and comes from a backup.
+// restoreNamed puts one record back from its last valid predecessor. Only service.json and tokens.json have
+// one that a restore can use; every other record is immutable and comes from a backup.
 func (d *dataDir) restoreNamed(name string, running func(service string) ([]container, error), now time.Time) (string, error) {
 	name = filepath.Clean(strings.TrimPrefix(name, d.path+string(filepath.Separator)))
 	parts := strings.Split(name, string(filepath.Separator))
-	if len(parts) != 3 || parts[0] != "services" || !serviceID.MatchString(parts[1]) || parts[2] != "service.json" {
-		return "", fmt.Errorf("restoring %s: only services/SERVICE/service.json is put back by name; other records come from a backup (toad restore)", name)
+	if len(parts) != 3 || parts[0] != "services" || !serviceID.MatchString(parts[1]) || parts[2] != "service.json" && parts[2] != "tokens.json" {
+		return "", fmt.Errorf("restoring %s: only services/SERVICE/service.json and tokens.json are put back by name; other records come from a backup (toad restore)", name)
 	}
 	service := parts[1]
+	if parts[2] == "tokens.json" {
+		if _, err := os.Lstat(d.serviceFile(service, "tokens.json")); err == nil {
+			if _, err := d.tokens(service, "tokens.json"); err == nil {
+				return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
+			}
+		}
+		from, err := d.tokens(service, "tokens.json.prev")
+		if err == nil && from.SHA256 == "" {
+			err = errNotFound
+		}
+		if err != nil {
+			return "", fmt.Errorf("restoring %s: its predecessor: %w; put it back from a backup (toad restore)", name, err)
+		}
+		return name + " from tokens.json.prev", d.restoreTokens(from, now)
+	}
 	list, err := running(service)
 	if err != nil {
 		return "", fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
@@ -609,9 +688,14 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 	for _, name := range names {
 		unlock := lock(name)
 		main, err := os.ReadFile(d.serviceFile(name, "service.json"))
-		var events []byte
+		var events, tokens []byte
 		if err == nil {
 			events, err = os.ReadFile(d.serviceFile(name, "events.jsonl"))
+		}
+		if err == nil {
+			if tokens, err = os.ReadFile(d.serviceFile(name, "tokens.json")); errors.Is(err, fs.ErrNotExist) {
+				err = nil
+			}
 		}
 		unlock()
 		if errors.Is(err, fs.ErrNotExist) {
@@ -619,10 +703,16 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		} else if err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
-		if err := decodeRecord(main, &record{}); err != nil {
+		if err = decodeRecord(main, &record{}); err == nil && tokens != nil {
+			err = decodeRecord(tokens, &tokenFile{})
+		}
+		if err != nil {
 			return fmt.Errorf("backing up %s: %w; mend it first (toad fsck)", name, err)
 		}
-		if err := errors.Join(add(filepath.Join("services", name, "service.json"), main), add(filepath.Join("services", name, "events.jsonl"), events)); err != nil {
+		if tokens != nil {
+			err = add(filepath.Join("services", name, "tokens.json"), tokens)
+		}
+		if err := errors.Join(err, add(filepath.Join("services", name, "service.json"), main), add(filepath.Join("services", name, "events.jsonl"), events)); err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
 		for _, sub := range []string{"revisions", "operations", "keys", "images"} {
@@ -710,7 +800,15 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 	for _, name := range names {
 		cur := &record{}
 		if readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil {
-			done = append(done, name+": left alone, its record is whole")
+			put, err := d.restoreTokensOf(b, name, now)
+			if err != nil {
+				return done, err
+			}
+			if put {
+				done = append(done, name+": its tokens were put back")
+			} else {
+				done = append(done, name+": left alone, its record is whole")
+			}
 			continue
 		}
 		from := &record{}
@@ -724,7 +822,7 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 			}
 			rel, _ := filepath.Rel(tmp, path)
 			to := filepath.Join(d.path, rel)
-			if _, err := os.Lstat(to); err == nil || filepath.Base(rel) == "service.json" {
+			if _, err := os.Lstat(to); err == nil || filepath.Base(rel) == "service.json" || filepath.Base(rel) == "tokens.json" {
 				return nil
 			}
 			if err := makeDir(filepath.Dir(to)); err != nil {
@@ -738,6 +836,9 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		if err != nil {
 			return done, fmt.Errorf("restoring %s: %w", name, err)
 		}
+		if _, err := d.restoreTokensOf(b, name, now); err != nil {
+			return done, err
+		}
 		list, err := running(name)
 		if err != nil {
 			return done, fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
@@ -748,6 +849,18 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		done = append(done, name+": put back")
 	}
 	return done, nil
+}
+
+// restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.
+func (d *dataDir) restoreTokensOf(backup *dataDir, service string, now time.Time) (bool, error) {
+	from, err := backup.tokens(service, "tokens.json")
+	if err != nil {
+		return false, fmt.Errorf("restoring %s: the backup's tokens: %w", service, err)
+	}
+	if cur, err := d.tokens(service, "tokens.json"); err == nil && cur.SHA256 != "" || len(from.Tokens) == 0 {
+		return false, nil
+	}
+	return true, d.restoreTokens(from, now)
 }
 
 // runningAs lists the containers of a service for evidence; a Podman that does not answer is an error,
@@ -770,6 +883,18 @@ func (d *daemon) lockService(name string) (unlock func()) {
 	return s.mu.Unlock
 }
 
+// reread takes up what became of a service's tokens. Its lock is held.
+func (d *daemon) reread(name string) {
+	d.mu.Lock()
+	s := d.services[name]
+	d.mu.Unlock()
+	if s == nil {
+		return
+	}
+	s.readTokens()
+	s.tryTellTokens()
+}
+
 // postFsck checks every record, and puts one back if it is named.
 func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 	b, err := readBody(r)
@@ -789,6 +914,7 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 			parts := strings.Split(filepath.Clean(req.Restore), string(filepath.Separator))
 			if n := len(parts); n >= 2 {
 				defer d.lockService(parts[n-2])()
+				defer d.reread(parts[n-2])
 			}
 			return d.data.restoreNamed(req.Restore, func(service string) ([]container, error) {
 				return runningAs(r.Context(), d.host.containers, service)
@@ -843,7 +969,7 @@ func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error)
 func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("fsck")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
 	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
 	cmd.ShortHelp = "check every record; changes nothing without --restore"
@@ -905,7 +1031,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("backup")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
 	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
 	cmd.Exec = func(ctx context.Context, args []string) error {

@@ -17,6 +17,7 @@
 //	toad retire SERVICE
 //	toad events [SERVICE]
 //	toad audit verify [SERVICE]
+//	toad token issue SERVICE | list [SERVICE] | revoke TOKEN
 //	toad check DIR
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
@@ -27,6 +28,11 @@
 // enrollments without a host. The other commands speak to the server over its administration
 // socket, /data/run/toad.sock unless --socket names another. `fsck`, `audit` and `backup` work on
 // the data directory themselves when no server runs, `restore` always does.
+//
+// Whoever has a token reaches the server with --server URL instead: the token is in TOAD_TOKEN or in the
+// file that --token-file names, and never on the command line. It is for one service, and does of
+// `status`, `deploy`, `watch`, `rollback`, `log` and `history` what its verbs allow. `token` issues, lists
+// and revokes them, over the socket alone; a token is printed once.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
 // puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
@@ -102,10 +108,15 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	// Package flag prints the help after every mistake: it is shown only when asked for.
 	var help bytes.Buffer
 	root := newRoot(stdout, stderr)
-	for _, c := range append(root.Subcommands, root) {
+	var quiet func(c *ffcli.Command)
+	quiet = func(c *ffcli.Command) {
 		c.FlagSet.SetOutput(&help)
 		c.UsageFunc = usageText
+		for _, sub := range c.Subcommands {
+			quiet(sub)
+		}
 	}
+	quiet(root)
 	err := root.Parse(permute(root, args))
 	switch {
 	case err == nil:
@@ -165,6 +176,7 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			retireCmd(stdout, stderr),
 			eventsCmd(stdout, stderr),
 			auditCmd(stdout, stderr),
+			tokenCmd(stdout, stderr),
 			checkCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),
@@ -265,6 +277,7 @@ type serveConfig struct {
 	quadlets   string   // directory the units are written to
 	data       string   // directory of the records; the socket is run/toad.sock in it
 	enrollment string   // directory of the enrollments, read-only
+	listen     string   // TCP address for the holders of tokens; "": none
 	authFile   string   // credentials for the registry
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
@@ -279,6 +292,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.quadlets, "quadlets", "/quadlet", "`directory` the units are written to")
 	fs.StringVar(&cfg.data, "data", "/data", "`directory` of the records and of the socket run/toad.sock")
 	fs.StringVar(&cfg.enrollment, "enrollment", "/enrollment", "`directory` of the enrollments")
+	fs.StringVar(&cfg.listen, "listen", ":8440", "TCP `address` for the holders of tokens; empty: none")
 	fs.StringVar(&cfg.authFile, "auth-file", "/etc/toad/auth.json", "`file` with the registry's credentials")
 	fs.StringVar(&cfg.caFile, "ca-file", "/etc/toad/ca.pem", "`file` with the certificates that the registry is trusted by")
 	fs.Func("plain-http", "registry `host` that is spoken to without TLS; repeatable", func(s string) error {

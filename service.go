@@ -63,6 +63,12 @@ type service struct {
 
 	ev    atomic.Pointer[eventLog] // appended to under mu
 	tally tally
+	index *tokenIndex // of every service's tokens
+	// What tokens.json says, guarded by mu.
+	issued    []*token
+	owed      []tokenEvent
+	unsaved   bool  // a revocation is not durable yet
+	tokensErr error // why the file is not to be trusted
 
 	wake chan struct{} // one token: look again
 
@@ -110,7 +116,7 @@ type health struct {
 }
 
 func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
-	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally()}
+	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally(), index: &tokenIndex{}}
 	s.live.changed = make(chan struct{})
 	s.live.outcomes = map[state]int{}
 	s.live.unavailable = errors.New("not read yet")
@@ -205,6 +211,7 @@ func (s *service) open() error {
 
 // read is open's reading, under mu.
 func (s *service) read() (*record, error) {
+	s.readTokens() // they hold whatever becomes of the record
 	r, err := s.data.load(s.name)
 	if err != nil {
 		return nil, err
@@ -237,7 +244,14 @@ func (s *service) read() (*record, error) {
 		old.wake() // who waits for more of it goes on with the new one
 	}
 	s.rec.Store(r)
-	return r, nil
+	if err := s.tellTokens(); err != nil {
+		select {
+		case <-s.wake: // run waits before it tries again
+		default:
+		}
+		return nil, err
+	}
+	return s.rec.Load(), nil
 }
 
 // commitCounted writes the counted events that are due. With no room on the disk it leaves them counted: a
@@ -344,7 +358,7 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 	r.UpdatedAt = now
 	var once, flood []event
 	for _, e := range events {
-		if e.Operation == "" && r.Operation != nil {
+		if e.Operation == "" && r.Operation != nil && !strings.HasPrefix(e.Type, "token-") {
 			e.Operation = r.Operation.ID
 		}
 		e.Actor = cmp.Or(e.Actor, "toad")
@@ -558,12 +572,24 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rec.Load()
+	bearer, err := s.bearer(sub.actor)
+	if err != nil {
+		return nil, false, err
+	}
+	if s.tokensErr != nil {
+		return nil, false, s.unavailable(s.tokensErr)
+	}
 	if o, err := s.known(sub, r); o != nil || err != nil {
 		return o, o != nil, err
 	}
 	for _, err := range s.admission(sub, r, en, enErr, s.data.room) {
 		if err != nil {
 			return nil, false, err
+		}
+	}
+	if bearer != nil {
+		if wait := bearer.exhausted(s.now()); wait > 0 {
+			return nil, false, tooMany(wait, "this token began %d deployments within an hour", tokenDeployments)
 		}
 	}
 	image := sub.wants(r)
@@ -587,6 +613,9 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil
 	}, event{Type: "deploy", Operation: o.ID, Actor: sub.actor, Detail: image}); err != nil {
 		return nil, false, s.unavailable(err) // whether it was accepted is on the disk
+	}
+	if bearer != nil {
+		bearer.accepted = append(bearer.accepted, now)
 	}
 	if s.cancelStep != nil { // what is done while idle
 		s.cancelStep(errSubmitted)
@@ -651,13 +680,12 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 			return nil
 		}},
 		{"enrollment", func() error {
-			switch {
-			case enErr == nil:
+			if enErr == nil {
 				return nil
-			case sub.actor == "local": // it may read of files
-				return refuse("enrollment_invalid", "the enrollment of %s does not allow deployments: %s", s.name, enErr)
 			}
-			return refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
+			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
+			e.err, e.local = enErr, enErr.Error()
+			return e
 		}},
 		{"repository", func() error {
 			if sub.kind == "rollback" {
@@ -766,6 +794,10 @@ func (s *service) requestRollback(id, actor string) (op *operation, again bool, 
 		return nil, false, err
 	}
 	s.mu.Lock()
+	if _, err := s.bearer(actor); err != nil {
+		s.mu.Unlock()
+		return nil, false, err
+	}
 	o := s.op()
 	switch {
 	case o == nil || o.ID != id || o.State.terminal():

@@ -563,6 +563,7 @@ func writeRecord(path string, v any) error {
 		if err := errors.Join(os.Link(path, tmp), os.Rename(tmp, path+".prev")); err != nil {
 			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
 		}
+		os.Remove(tmp) // renaming does nothing if a killed predecessor came as far: both are one file
 	}
 	return writeFile(path, b)
 }
