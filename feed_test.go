@@ -336,6 +336,64 @@ func TestStreamBeatsAndEndsWithItsClient(t *testing.T) {
 	})
 }
 
+// A followed log goes on when the records had to be read again, ends when Toad does, and is whole when the
+// operation is archived.
+func TestFollowedLog(t *testing.T) { // E11
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		c, stop := w.listen()
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		op := w.deploy("hello", w.push("hello", "2", app{readyAfter: 10 * time.Second}), 1, "k2")
+		w.await(op.ID, "probation")
+		follow := func() <-chan string {
+			resp, err := c.Get("http://toad/v1/operations/" + op.ID + "/log?follow=true")
+			must(t, err)
+			text := make(chan string, 1)
+			go func() {
+				b, _ := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				text <- string(b)
+			}()
+			return text
+		}
+		text := follow()
+		broken := false
+		testingOnlyBoundary = func(step, path string) error {
+			if step == "write" && path == w.d.data.serviceFile("hello", "service.json") && !broken {
+				broken = true
+				return errors.New("input/output error")
+			}
+			return nil
+		}
+		w.await(op.ID, "promoted")
+		testingOnlyBoundary = nil
+		if said := <-text; !broken || !strings.Contains(said, `"resumed"`) || !strings.Contains(said, `"promoted"`) || !strings.Contains(said, `"installed"`) {
+			t.Errorf("broken %v: %s", broken, said)
+		}
+
+		op = w.deploy("hello", w.push("hello", "3", app{readyAfter: 10 * time.Second}), 2, "k3")
+		text = follow()
+		time.Sleep(5 * time.Second)
+		begun := time.Now()
+		close(w.d.stopping)
+		if said := <-text; time.Since(begun) > 0 || !strings.Contains(said, `"accepted"`) {
+			t.Errorf("toad stops: after %s %s", time.Since(begun), said)
+		}
+		stop()
+		w.again()
+		c, stop = w.listen()
+		defer stop()
+		text = follow()
+		w.await(op.ID, "promoted")
+		if said := <-text; !strings.Contains(said, `"accepted"`) || !strings.Contains(said, `"resumed"`) || !strings.Contains(said, `"promoted"`) {
+			t.Errorf("after a restart: %s", said)
+		}
+		w.await(w.deploy("hello", w.push("hello", "4", app{}), 3, "k4").ID, "promoted")
+		if said := <-follow(); !strings.Contains(said, `"accepted"`) || !strings.Contains(said, `"promoted"`) {
+			t.Errorf("archived: %s", said)
+		}
+	})
+}
+
 // A client that takes nothing is let go, and meanwhile holds up nobody.
 func TestSlowClientIsLetGo(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
