@@ -831,7 +831,6 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 		after = op.State
 	}
 	if wait > 0 {
-		patient(w)
 		ctx, cancel := context.WithTimeout(r.Context(), wait)
 		defer cancel()
 		for op.State == after && !op.State.terminal() && ctx.Err() == nil {

@@ -48,20 +48,13 @@ const (
 	writePatience = 30 * time.Second // who does not take what is written within that is let go
 )
 
-// patient lets a request wait for its answer longer than it may take to arrive: the server reads on to see
-// the client go, and the deadline for the request would be taken for that.
-func patient(w http.ResponseWriter) { _ = http.NewResponseController(w).SetReadDeadline(time.Time{}) }
-
 // stream is an answer whose writes are sent at once, each taken by the client in time or failed.
 type stream struct {
 	w  http.ResponseWriter
 	rc *http.ResponseController
 }
 
-func newStream(w http.ResponseWriter) stream {
-	patient(w)
-	return stream{w, http.NewResponseController(w)}
-}
+func newStream(w http.ResponseWriter) stream { return stream{w, http.NewResponseController(w)} }
 
 func (s stream) Write(b []byte) (int, error) {
 	_ = s.rc.SetWriteDeadline(time.Now().Add(writePatience))
@@ -128,9 +121,6 @@ func (d *daemon) getEvents(w http.ResponseWriter, r *http.Request) error {
 		return d.streamEvents(w, r, s, after)
 	}
 
-	if wait > 0 {
-		patient(w)
-	}
 	ctx, cancel := context.WithTimeout(r.Context(), wait)
 	defer cancel()
 	for {

@@ -302,12 +302,15 @@ func TestStreamResumes(t *testing.T) {
 	})
 }
 
-// A stream is never silent for long, and a client that goes leaves nothing: the bubble ends only when every
-// goroutine has.
+// A stream is never silent for long, and a client that goes leaves nothing.
 func TestStreamBeatsAndEndsWithItsClient(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		c, stop := w.listen()
-		before := runtime.NumGoroutine()
+		running := func() int {
+			synctest.Wait()
+			stacks := make([]byte, 1<<20)
+			return strings.Count(string(stacks[:runtime.Stack(stacks, true)]), "streamEvents(")
+		}
 		var streams []*told
 		for range 10 {
 			streams = append(streams, w.stream(c, "?service=hello", ""))
@@ -321,18 +324,74 @@ func TestStreamBeatsAndEndsWithItsClient(t *testing.T) {
 		if line, err := r.ReadString('\n'); err != nil || line != ":\n" || time.Since(begun) > heartbeat {
 			t.Errorf("a beat is %q, %v, after %s", line, err, time.Since(begun))
 		}
+		if n := running(); n != 10 {
+			t.Errorf("%d streams run", n)
+		}
 		for _, s := range streams {
 			s.body.Close()
 		}
-		resp, err := c.Get("http://toad/v1/version")
-		must(t, err)
-		resp.Body.Close()
-		c.CloseIdleConnections()
-		synctest.Wait()
-		if n := runtime.NumGoroutine(); n > before {
-			t.Errorf("%d goroutines, there were %d", n, before)
+		if n := running(); n != 0 {
+			t.Errorf("%d streams run on", n)
 		}
 		stop()
+	})
+}
+
+// A followed log goes on when the records had to be read again, ends when Toad does, and is whole when the
+// operation is archived.
+func TestFollowedLog(t *testing.T) { // E11
+	var breaks atomic.Int64
+	testingOnlyBoundary = func(step, path string) error {
+		if step == "write" && strings.HasSuffix(path, "/hello/service.json") && breaks.CompareAndSwap(1, 2) {
+			return errors.New("input/output error")
+		}
+		return nil
+	}
+	defer func() { testingOnlyBoundary = nil }()
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		c, stop := w.listen()
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		op := w.deploy("hello", w.push("hello", "2", app{readyAfter: 10 * time.Second}), 1, "k2")
+		w.await(op.ID, "probation")
+		follow := func() <-chan string {
+			resp, err := c.Get("http://toad/v1/operations/" + op.ID + "/log?follow=true")
+			must(t, err)
+			text := make(chan string, 1)
+			go func() {
+				b, _ := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				text <- string(b)
+			}()
+			return text
+		}
+		text := follow()
+		breaks.Store(1)
+		w.await(op.ID, "promoted")
+		if said := <-text; breaks.Load() != 2 || !strings.Contains(said, `"resumed"`) || !strings.Contains(said, `"promoted"`) || !strings.Contains(said, `"installed"`) {
+			t.Errorf("broken %d: %s", breaks.Load(), said)
+		}
+
+		op = w.deploy("hello", w.push("hello", "3", app{readyAfter: 10 * time.Second}), 2, "k3")
+		text = follow()
+		time.Sleep(5 * time.Second)
+		begun := time.Now()
+		close(w.d.stopping)
+		if said := <-text; time.Since(begun) > 0 || !strings.Contains(said, `"accepted"`) {
+			t.Errorf("toad stops: after %s %s", time.Since(begun), said)
+		}
+		stop()
+		w.again()
+		c, stop = w.listen()
+		defer stop()
+		text = follow()
+		w.await(op.ID, "promoted")
+		if said := <-text; !strings.Contains(said, `"accepted"`) || !strings.Contains(said, `"resumed"`) || !strings.Contains(said, `"promoted"`) {
+			t.Errorf("after a restart: %s", said)
+		}
+		w.await(w.deploy("hello", w.push("hello", "4", app{}), 3, "k4").ID, "promoted")
+		if said := <-follow(); !strings.Contains(said, `"accepted"`) || !strings.Contains(said, `"promoted"`) {
+			t.Errorf("archived: %s", said)
+		}
 	})
 }
 
@@ -440,6 +499,14 @@ func TestEventsOfALongLog(t *testing.T) {
 }
 
 func TestRefusalsAreEvents(t *testing.T) {
+	var saves atomic.Int64
+	testingOnlyBoundary = func(step, path string) error {
+		if step == "replace" && strings.HasSuffix(path, "/hello/service.json") {
+			saves.Add(1)
+		}
+		return nil
+	}
+	defer func() { testingOnlyBoundary = nil }()
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		image := w.push("hello", "1", app{})
 		op := w.deploy("hello", image, 0, "k1")
@@ -454,14 +521,7 @@ func TestRefusalsAreEvents(t *testing.T) {
 			t.Errorf("a read and a repeated request made %+v", got)
 		}
 
-		var saves atomic.Int64
-		testingOnlyBoundary = func(step, path string) error {
-			if step == "replace" && path == w.d.data.serviceFile("hello", "service.json") {
-				saves.Add(1)
-			}
-			return nil
-		}
-		defer func() { testingOnlyBoundary = nil }()
+		saved := saves.Load()
 		for i := range 1000 {
 			w.do("POST", "/v1/deployments", deployBody("hello", image, 7, fmt.Sprint("s", i)))
 			time.Sleep(50 * time.Millisecond)
@@ -470,7 +530,7 @@ func TestRefusalsAreEvents(t *testing.T) {
 		if len(got) != 1 || got[0].Type != "refused" || got[0].Actor != "local" || got[0].Count != 0 || got[0].Detail != "POST /v1/deployments: stale_generation" {
 			t.Errorf("a flood made %+v", got)
 		}
-		if n := saves.Load(); n != 1 {
+		if n := saves.Load() - saved; n != 1 {
 			t.Errorf("a flood of 50 s made %d commits", n)
 		}
 		w.do("POST", "/v1/operations/"+op.ID+"/rollback", "")
@@ -541,10 +601,11 @@ func TestRefusalsAreCountedWhileTheDiskIsFull(t *testing.T) { // E8
 		w.promote("v1")
 		time.Sleep(time.Second)
 		e := event{Type: "refused", Actor: "local", Detail: "x"}
-		full := true
+		var full atomic.Bool
+		full.Store(true)
 		w.set(func() {
 			w.spoil = func(step, path string) error {
-				if full {
+				if full.Load() {
 					return syscall.ENOSPC
 				}
 				return nil
@@ -558,7 +619,7 @@ func TestRefusalsAreCountedWhileTheDiskIsFull(t *testing.T) { // E8
 		if err := w.s.usable(); err != nil {
 			t.Errorf("the service is closed for it: %v", err)
 		}
-		w.set(func() { full = false })
+		full.Store(false)
 		time.Sleep(10 * time.Second)
 		if got := w.eventsOf("refused"); len(got) != 1 || got[0].Count != 10 {
 			t.Errorf("%+v", got)
