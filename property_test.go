@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -305,6 +306,9 @@ func (w *world) secretive() {
 	}
 	if w.s.rec.Load() != nil {
 		show("the service", w.s.view(false))
+		if d, err := w.s.dryRun(context.Background(), submission{kind: "deploy", image: testRepository + "@" + sha(nil), key: "dry", hash: "h", actor: "token:x"}, false); err == nil {
+			show("a dry run", d)
+		}
 		if op := w.s.op(); op != nil {
 			show("operation "+op.ID, w.s.wire(op))
 		}

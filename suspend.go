@@ -356,6 +356,10 @@ func (s *service) end(ctx context.Context) error {
 		}
 		if done {
 			s.log.Info("retired")
+			if s.release != nil { // nothing is to be seen of its unit any more
+				s.release()
+				s.signals, s.release, s.held = nil, nil, ""
+			}
 			s.setHealth(health{state: "stopped", observedAt: s.now()})
 			return s.commit(func(r *record) error {
 				r.Current, r.Rollback, r.Held, r.Barrier, r.Watch = nil, nil, nil, nil, restarts{}
