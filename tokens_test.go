@@ -705,7 +705,7 @@ func (w *apiWorld) overPipes() (dial func() net.Conn, stop func()) {
 	ln := newPipes()
 	srv := newServer(w.d.tcpHandler(), slog.New(slog.DiscardHandler))
 	go srv.Serve(ln)
-	return func() net.Conn { c, _ := ln.dial(w.t.Context(), "", ""); return c }, func() { srv.Close(); ln.Close() }
+	return func() net.Conn { c, _ := ln.dial(w.t.Context(), "", ""); return c }, func() { ln.Close(); srv.Close() }
 }
 
 // A client that is slow, silent or too long is let go in its time, and holds up nobody.
@@ -755,12 +755,12 @@ func TestSlowClients(t *testing.T) {
 		w.await(slow.ID, "probation")
 		conn = dial()
 		defer conn.Close()
-		for range 2 {
-			go io.WriteString(conn, "GET /v1/operations/"+slow.ID+"?wait=25&after_state=probation HTTP/1.1\r\n"+auth+"\r\n")
+		for _, wait := range []int{40, 10} {
+			go io.WriteString(conn, fmt.Sprintf("GET /v1/operations/%s?wait=%d&", slow.ID, wait)+"after_state=probation HTTP/1.1\r\n"+auth+"\r\n")
 			begun := time.Now()
 			b := make([]byte, 64<<10)
 			n, err := conn.Read(b)
-			if d := time.Since(begun); err != nil || !strings.HasPrefix(string(b[:n]), "HTTP/1.1 200") || d != 25*time.Second {
+			if d := time.Since(begun); err != nil || !strings.HasPrefix(string(b[:n]), "HTTP/1.1 200") || d != time.Duration(wait)*time.Second {
 				t.Fatalf("after %s: %v %s", d, err, b[:n])
 			}
 		}
