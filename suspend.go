@@ -341,7 +341,8 @@ func (s *service) startResumed(ctx context.Context, rev *revision, res *resumpti
 	return done()
 }
 
-// end ends a retired service: its instance, its unit and its images go, its records and events stay.
+// end ends a retired service: its tokens, its instance, its unit and its images go, its records and events
+// stay.
 func (s *service) end(ctx context.Context) error {
 	for {
 		if err := s.stale(); err != nil {
@@ -375,6 +376,9 @@ func (s *service) end(ctx context.Context) error {
 
 // clear takes everything of the service from the host, and its images.
 func (s *service) clear(ctx context.Context) error {
+	if err := s.revokeAll(s.rec.Load().Retired.By); err != nil {
+		return err
+	}
 	rev, err := s.lastRevision()
 	if err != nil {
 		return err
