@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -454,15 +455,17 @@ func (w *world) tokensAreTold() {
 
 // On a full disk a revocation is in force at once, and answered when it is durable.
 func TestRevocationOnAFullDisk(t *testing.T) { // E8
+	var full atomic.Bool
+	defer func() { testingOnlyBoundary = nil }()
+	testingOnlyBoundary = func(step, path string) error {
+		if full.Load() && strings.HasSuffix(path, "tokens.json") {
+			return syscall.ENOSPC
+		}
+		return nil
+	}
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		id, token := w.token("hello", 0, "read")
-		testingOnlyBoundary = func(step, path string) error {
-			if strings.HasSuffix(path, "tokens.json") {
-				return syscall.ENOSPC
-			}
-			return nil
-		}
-		defer func() { testingOnlyBoundary = nil }()
+		full.Store(true)
 		answered := make(chan apiAnswer, 1)
 		go func() { answered <- w.do("DELETE", "/v1/tokens/"+id, "") }()
 		synctest.Wait()
@@ -476,7 +479,7 @@ func TestRevocationOnAFullDisk(t *testing.T) { // E8
 		if a := w.do("POST", "/v1/tokens", `{"service":"hello","label":"x","verbs":["read"]}`); a.Code != "state_unavailable" {
 			t.Errorf("issued: %d %s", a.status, a.body)
 		}
-		testingOnlyBoundary = nil
+		full.Store(false)
 		if a := <-answered; a.status != 200 {
 			t.Errorf("%d %s", a.status, a.body)
 		}
