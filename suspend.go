@@ -83,6 +83,9 @@ func (s *service) resume(actor string) (changed bool, err error) {
 // reconcile lifts the barrier that this operation raised.
 func (s *service) reconcile(id, actor string) (changed bool, err error) {
 	return s.ask(event{Type: "reconcile", Actor: actor, Operation: id}, func(r *record) error {
+		if _, err := s.bearer(actor); err != nil {
+			return err
+		}
 		switch b := r.Barrier; {
 		case b != nil && b.Operation == id:
 			r.Barrier = nil
