@@ -251,7 +251,8 @@ type serveConfig struct {
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
 	reserved   []string // names no service may claim
-	watchdog   time.Duration // a third of it apart systemd is told that Toad lives; 0: never
+
+	watchdog time.Duration // a third of it apart systemd is told that Toad lives; 0: never
 }
 
 func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
