@@ -380,3 +380,55 @@ func TestLabRedeployedDigest(t *testing.T) {
 	}
 	s.expectRuns(first)
 }
+
+// The compiling stage makes, of a builder image that it is given, the same image to the digest as the prebuilt
+// stage does of a binary that was compiled elsewhere.
+func TestLabImageIsCompiled(t *testing.T) {
+	l := theLab(t)
+	binary := filepath.Join(t.TempDir(), "toad")
+	build := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -X main.version=v1.2.3", "-o", binary, ".")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOTOOLCHAIN=local")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	want := l.rebuild(t, binary, "prebuilt", 0o755)
+
+	// The lab reaches no registry with Go in it: the builder is this machine's Go, with the modules and a shell.
+	dir := "/home/toad/.cache/lab/builder"
+	t.Cleanup(func() {
+		l.try("podman", "rmi", "--ignore", "localhost/compiled", "localhost/builder")
+		l.try("--root", "rm", "-rf", dir) // it was copied in as root
+	})
+	script := exec.Command("sh", "-euc", `
+dir=$1 root=$2
+rm -rf "$dir"
+mkdir -p "$dir/src" "$dir/root/bin" "$dir/root/lib64" "$dir/root/tmp" "$dir/root/usr/local/go"
+cd "$(go env GOROOT)"
+cp -r bin pkg src lib go.env VERSION "$dir/root/usr/local/go"
+cp "$root/bin/dash" "$dir/root/bin/sh"
+cp "$root"/lib64/ld-linux* "$root"/lib/*-linux-gnu/libc.so.6 "$dir/root/lib64"
+cd "$OLDPWD"
+tar -c --exclude ./.git . | tar -x -C "$dir/src"
+modules=$(mktemp -d)
+GOMODCACHE=$modules GOFLAGS=-modcacherw GOPROXY="file://$(go env GOMODCACHE)/cache/download,$(go env GOPROXY)" go mod download
+mv "$modules/cache/download" "$dir/root/modules"
+rm -rf "$modules"
+cat >"$dir/Containerfile" <<'END'
+FROM scratch
+COPY root /
+ENV PATH=/usr/local/go/bin:/bin HOME=/tmp LD_LIBRARY_PATH=/lib64 GOPROXY=file:///modules GOSUMDB=off
+END
+`, "sh", l.path(dir), l.path(""))
+	if out, err := script.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	l.exec(t, "podman build --quiet --layers=false --tag localhost/builder "+dir)
+	l.exec(t, "podman build --quiet --network none --timestamp 0 --layers=false --identity-label=false --build-arg GOLANG=localhost/builder"+
+		" --build-arg VERSION=v1.2.3 --build-arg REVISION=0123abc --tag localhost/compiled "+dir+"/src")
+	if got := l.exec(t, "podman image inspect --format '{{.Digest}}' localhost/compiled"); got != want.Digest {
+		t.Errorf("compiled %s, prebuilt %s", got, want.Digest)
+	}
+	if got := l.exec(t, "podman run --rm --read-only --cap-drop all --security-opt no-new-privileges --network none localhost/compiled version"); !strings.HasPrefix(got, "toad v1.2.3 ") {
+		t.Errorf("it says it is %s", got)
+	}
+}
