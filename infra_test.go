@@ -189,14 +189,21 @@ const (
   }`
 )
 
+// both applies both services.
+func (s *stack) both() {
+	s.t.Helper()
+	s.write(helloStack+"\n"+fullStack, `flags = { "plain-http" = "registry.example.org:5000" }`)
+	main := s.dir + "/main.tf"
+	must(s.t, os.WriteFile(main, bytes.Replace(readFile(s.t, main), []byte("apps = {} }"), []byte(`apps = {}, back = { options = ["Internal=true"] } }`), 1), 0o600))
+	s.tofu("validate", "-no-color")
+	s.apply()
+}
+
 // What the module renders is a whole and valid enrollment, and it says what was asked for.
 func TestModuleRenders(t *testing.T) {
 	t.Parallel()
 	s := newStack(t)
-	s.write(helloStack+"\n"+fullStack, `flags = { "plain-http" = "registry.example.org:5000" }`)
-	must(t, os.WriteFile(s.dir+"/main.tf", bytes.Replace(readFile(t, s.dir+"/main.tf"), []byte("apps = {} }"), []byte(`apps = {}, back = { options = ["Internal=true"] } }`), 1), 0o600))
-	s.tofu("validate", "-no-color")
-	s.apply()
+	s.both()
 	if out, ok := s.check(); !ok {
 		t.Errorf("toad check refuses what was rendered:\n%s", out)
 	}
@@ -227,6 +234,37 @@ func TestModuleRenders(t *testing.T) {
 	for _, name := range []string{"toad.container", "toad.network"} {
 		if got := rendered(".config/containers/systemd/_infra/toad/" + name); got != string(readFile(t, "infra/"+name)) {
 			t.Errorf("%s is not the one in infra:\n%s", name, got)
+		}
+	}
+}
+
+// Podman's generator makes all units of what the module renders, and of what Toad will render from it.
+func TestModuleUnitsAreGenerated(t *testing.T) {
+	t.Parallel()
+	_ = generator(t)
+	s := newStack(t)
+	s.both()
+	all, err := readEnrollments(s.home+"/.config/toad/enrollment", enrollOptions{})
+	must(t, err)
+	quadlets := s.home + "/.config/containers/systemd/"
+	for name, e := range all {
+		must(t, os.Mkdir(quadlets+name, 0o700))
+		must(t, os.WriteFile(quadlets+name+"/"+e.Unit, renderUnit(e, goldenIdentity(name)), 0o600))
+	}
+	units, said := generate(t, quadlets)
+	for name, want := range map[string][]string{
+		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=30s ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ",
+			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage},
+		"toad-network.service": {"isolate=strict", " toad\n"},
+		"apps-network.service": {" apps\n"},
+		"back-network.service": {" --internal ", " back\n"},
+		"hello.service":        {" --network apps ", "\n[Install]\n"},
+		"full-unit.service":    {" --network apps ", " --network back ", "--secret full-key,type=mount", "GREETING=say"},
+	} {
+		for _, w := range want {
+			if !strings.Contains(units[name], w) {
+				t.Errorf("%s has no %q:\n%s\n%s", name, w, units[name], said)
+			}
 		}
 	}
 }
