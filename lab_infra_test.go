@@ -51,7 +51,7 @@ func TestLabImage(t *testing.T) {
 	}
 
 	first := l.rebuild(t, binary, "first", 0o755)
-	second := l.rebuild(t, binary, "second", 0o700)
+	second := l.rebuild(t, binary, "second", 0o744)
 	if first.Digest != second.Digest || first.ID != second.ID || first.Digest == "" {
 		t.Errorf("two builds made %s and %s", first.Digest, second.Digest)
 	}
@@ -139,7 +139,8 @@ func TestLabCoexistence(t *testing.T) {
 	l := theLab(t)
 	slow := func(s *labService) {
 		brisk(s)
-		s.en.Probation.StabilityWindow, s.en.Probation.RolloutDeadline = duration(40*time.Second), duration(2*time.Minute)
+		s.en.Probation.StabilityWindow, s.en.Probation.StartupDeadline = duration(40*time.Second), duration(70*time.Second)
+		s.en.Probation.RolloutDeadline = duration(2 * time.Minute)
 	}
 	good, bad, gone := l.enroll(t, "coex-good", slow), l.enroll(t, "coex-bad", slow), l.enroll(t, "coex-gone", slow)
 	first, second := good.image("VERSION=1"), good.image("VERSION=2")
@@ -161,7 +162,7 @@ func TestLabCoexistence(t *testing.T) {
 		l.exec(t, "systemd-run --user --wait --quiet podman system prune --all --force")
 		l.exec(t, "systemctl --user daemon-reload")
 		// As an apply does: a changed file is deleted, and then created.
-		l.exec(t, "rm .config/toad/enrollment/coex-good.* .config/toad/enrollment/coex-gone.*")
+		l.exec(t, "rm -f .config/toad/enrollment/coex-good.* .config/toad/enrollment/coex-gone.*")
 		good.tmpl = strings.Replace(good.tmpl, "[Container]\n", "[Container]\nEnvironment=APPLIED=1\n", 1)
 		good.apply()
 		bad.apply()
@@ -316,7 +317,7 @@ func TestLabGuide(t *testing.T) {
 		switch step.number {
 		case "2":
 			as("root", "install -o toad -m 0600 /dev/stdin /home/toad/password <<'END'\nsecret\nEND\n")
-		case "10", "11":
+		case "11", "12":
 			if !strings.Contains(out, "promoted") {
 				t.Errorf("step %s ended otherwise:\n%s", step.number, out)
 			}
