@@ -34,13 +34,13 @@ locals {
 
   declarations = {
     for name, s in var.services : name => {
-      version       = 1
-      service       = name
-      unit          = coalesce(s.unit, "${name}.container")
-      repository    = s.repository
-      image_limit   = can(tonumber(s.image_limit)) ? tonumber(s.image_limit) : s.image_limit
-      readiness     = { for k, v in s.readiness : k => v if v != null }
-      probation     = { for k, v in s.probation : k => v if v != null }
+      version        = 1
+      service        = name
+      unit           = coalesce(s.unit, "${name}.container")
+      repository     = s.repository
+      image_limit    = can(tonumber(s.image_limit)) ? tonumber(s.image_limit) : s.image_limit
+      readiness      = { for k, v in s.readiness : k => v if v != null }
+      probation      = { for k, v in s.probation : k => v if v != null }
       fetch_deadline = s.fetch_deadline
       # Podman's time is below systemd's, and Toad waits for three of systemd's.
       stop_deadline = "${3 * (s.stop_seconds + 2)}s"

@@ -99,7 +99,7 @@ variable "services" {
     environment       = optional(map(string), {})
     environment_files = optional(list(string), [])
     read_only         = optional(bool, true)
-    capabilities      = optional(list(string), []) # all others are dropped
+    capabilities      = optional(list(string), [])      # all others are dropped
     extra             = optional(map(list(string)), {}) # further lines, by section
   }))
   default = {}
