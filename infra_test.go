@@ -303,6 +303,7 @@ func TestModuleRefuses(t *testing.T) {
 	}
 	for name, tt := range map[string]struct{ more, want string }{
 		"network":    {"networks = { toad = {} }", "A network's name"},
+		"page":       {`page_host = "https://toad.example.org"`, "page_host must be"},
 		"flag":       {`flags = { "--listen" = "x" }`, "A flag's name"},
 		"flag value": {`flags = { listen = "a\nPull=always" }`, "A flag's name"},
 	} {

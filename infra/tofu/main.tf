@@ -18,7 +18,7 @@ locals {
 
   # A file that cannot be read takes the units of its directory along, so each
   # has one of its own. No service can have the name _infra.
-  own   = fileset("${path.module}/..", "*.{container,network}")
+  own   = [for f in fileset("${path.module}/..", "*.{container,network}") : f if f != "toad-gateway.container" || var.page_host != null]
   infra = "${local.quadlets}/_infra"
 
   probed = distinct([for _, s in var.services : s.readiness.network])
@@ -27,9 +27,7 @@ locals {
       [for n in sort(local.probed) : "Network=${n}.network"],
       [for name, value in var.flags : "Environment=\"TOAD_${upper(replace(name, "-", "_"))}=${value}\""],
     )
-    "toad-gateway.container" = [
-      for name, value in var.gateway_flags : "Environment=\"TOAD_${upper(replace(name, "-", "_"))}=${value}\""
-    ]
+    "toad-gateway.container" = ["Environment=\"TOAD_HOST=${coalesce(var.page_host, "none")}\""]
   }
 
   declarations = {
@@ -38,7 +36,7 @@ locals {
       service        = name
       unit           = coalesce(s.unit, "${name}.container")
       repository     = s.repository
-      image_limit    = can(tonumber(s.image_limit)) ? tonumber(s.image_limit) : s.image_limit
+      image_limit    = s.image_limit
       readiness      = { for k, v in s.readiness : k => v if v != null }
       probation      = { for k, v in s.probation : k => v if v != null }
       fetch_deadline = s.fetch_deadline

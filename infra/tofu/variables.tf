@@ -34,14 +34,14 @@ variable "flags" {
   }
 }
 
-variable "gateway_flags" {
-  description = "The same for `toad gateway`."
-  type        = map(string)
-  default     = {}
+variable "page_host" {
+  description = "The public host name of the read-only page, which the gateway answers to; without one there is no gateway."
+  type        = string
+  default     = null
 
   validation {
-    condition     = alltrue([for name, value in var.gateway_flags : can(regex("^[a-z]+(-[a-z]+)*$", name)) && !can(regex("[\"\\\\$%[:cntrl:]]", value))])
-    error_message = "A flag's name is of a-z and inner hyphens, its value without quotes, $, % and control characters."
+    condition     = var.page_host == null || can(regex("^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", var.page_host))
+    error_message = "page_host must be a host name in lower case, without scheme and port."
   }
 }
 
