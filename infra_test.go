@@ -296,7 +296,7 @@ func TestModuleRefuses(t *testing.T) {
 		"a continued one": {"repository", "environment = { A = \"x\\\\\" }\n repository", "one line"},
 		"variable":        {"repository", "environment = { \"A B\" = \"x\" }\n repository", "environment variable"},
 		"section":         {"repository", "extra = { Kube = [\"Yaml=x\"] }\n repository", "extra knows"},
-		"unknown type":    {"8080", `"many"`, "number required"},
+		"unknown type":    {"8080", `"many"`, "a number is required"},
 	} {
 		s.write(strings.Replace(helloStack, tt.from, tt.to, 1))
 		refused(name, tt.want)
