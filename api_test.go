@@ -413,6 +413,54 @@ func TestAPIBrokenEnrollmentDisablesThatServiceAlone(t *testing.T) {
 	})
 }
 
+// A changed template or declaration waits for the next deployment, and the state says so until then.
+func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		differs := func(want bool) {
+			t.Helper()
+			var s wireService
+			must(t, json.Unmarshal([]byte(w.do("GET", "/v1/services/hello", "").body), &s))
+			if s.Enrollment.DiffersFromCurrent != want {
+				t.Errorf("differs_from_current is %v, want %v", !want, want)
+			}
+		}
+		change := func(file, from, to string) {
+			t.Helper()
+			path := filepath.Join(w.enrollment, file)
+			text := string(readFile(t, path))
+			if !strings.Contains(text, from) {
+				t.Fatalf("%s has no %s", file, from)
+			}
+			must(t, os.WriteFile(path, []byte(strings.Replace(text, from, to, 1)), 0o600))
+		}
+		image := w.push("hello", "1", app{})
+		differs(false) // from nothing
+		w.await(w.deploy("hello", image, 0, "k1").ID, "promoted")
+		differs(false)
+		s, err := w.d.service("hello")
+		must(t, err)
+		time.Sleep(5 * time.Second) // the unit is installed
+		before := readFile(t, s.unitPath("hello.container"))
+
+		change("hello.container", "[Container]\n", "[Container]\nEnvironment=NEW=1\n")
+		differs(true)
+		change("hello.container", "Environment=NEW=1\n", "")
+		differs(false)
+		change("hello.json", `"restart_budget":1`, `"restart_budget":2`)
+		differs(true)
+		change("hello.container", "[Container]\n", "[Container]\nEnvironment=NEW=1\n")
+		time.Sleep(time.Hour)
+		if got := readFile(t, s.unitPath("hello.container")); string(got) != string(before) {
+			t.Errorf("the unit in force changed:\n%s", got)
+		}
+		w.await(w.deploy("hello", image, 1, "k2").ID, "promoted")
+		differs(false)
+		if got := readFile(t, s.unitPath("hello.container")); !strings.Contains(string(got), "Environment=NEW=1") {
+			t.Errorf("the deployment did not take the template up:\n%s", got)
+		}
+	})
+}
+
 // TestAPIOrderOfChecks sends requests with two faults, and demands the one that is looked for first.
 func TestAPIOrderOfChecks(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {

@@ -947,7 +947,7 @@ func TestClientServeFlags(t *testing.T) {
 		want := map[string]string{
 			"bus": "unix:path=/run/toad/bus", "podman": "unix:///run/toad/podman/podman.sock", "quadlets": "/quadlet", "data": "/data",
 			"enrollment": "/enrollment", "listen": ":8440", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
-			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets",
+			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets", "watchdog": "0s",
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)

@@ -63,7 +63,7 @@ var startLab = sync.OnceValues(func() (*lab, error) {
 // wipe removes every enrolled service's instance, unit, enrollment and record.
 const wipe = `systemctl --user stop toad.service 2>/dev/null
 for d in ~/.config/containers/systemd/*/; do
-  case $d in *.container.d/) continue;; esac
+  case $d in */_infra/) continue;; esac
   for u in "$d"*.container; do [ -e "$u" ] && systemctl --user stop "$(basename "$u" .container).service"; done
   rm -rf "$d"
 done
