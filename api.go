@@ -255,6 +255,7 @@ func (d *daemon) handler() http.Handler {
 	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
 	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
 	handle("GET /v1/health", d.getHealth)
+	handle("GET /v1/openapi.json", getDescription)
 	handle("POST /v1/fsck", d.postFsck)
 	handle("GET /v1/backup", d.getBackup)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -31,6 +31,8 @@ type apiWorld struct {
 }
 
 func inAPI(t *testing.T, f func(t *testing.T, w *apiWorld)) {
+	_, err := theDescription() // outside of the bubble
+	must(t, err)
 	synctest.Test(t, func(t *testing.T) {
 		w := &apiWorld{t: t, h: newFakeHost(t), dir: filepath.Join(t.TempDir(), "data")}
 		must(t, os.Mkdir(w.dir, 0o700))
@@ -55,7 +57,7 @@ func inAPI(t *testing.T, f func(t *testing.T, w *apiWorld)) {
 			return enrollOptions{quadlets: w.h.quadlets, claims: w.d.claims(), forbiddenPaths: []string{w.dir}}
 		})
 		w.d.refresh()
-		w.handler = w.d.handler()
+		w.handler = described(t, w.d.handler())
 		synctest.Wait()
 		f(t, w)
 		cancel()
