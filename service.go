@@ -504,7 +504,10 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil, false, refuse("shutting_down", "toad is shutting down; try again")
 	}
 	if enErr != nil {
-		e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments: %s", s.name, enErr)
+		e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
+		if sub.actor == "local" { // it may read of files
+			e.Detail += ": " + enErr.Error()
+		}
 		return nil, false, e
 	}
 	kind, image := sub.kind, sub.image
