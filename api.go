@@ -305,6 +305,7 @@ func (d *daemon) routes() []route {
 		{"GET /v1/events", true, "read", d.getEvents, []string{"service", "after", "wait"}},
 		{"GET /v1/version", true, "read", getVersion, nil},
 		{"GET /v1/health", true, "read", d.getHealth, nil},
+		{"GET /v1/openapi.json", true, "read", getDescription, nil},
 		{"POST /v1/tokens", true, "", d.postToken, nil},
 		{"GET /v1/tokens", true, "", d.getTokens, []string{"service"}},
 		{"DELETE /v1/tokens/{id}", true, "", d.deleteToken, nil},
