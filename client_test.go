@@ -823,7 +823,7 @@ func TestClientLogFollow(t *testing.T) {
 
 func cliEvents(n int) (events []wireEvent, text string) {
 	for i := range n {
-		e := wireEvent{Cursor: int64(i + 1), At: wireTime(cliTime.Add(time.Duration(i) * time.Second)), Type: "refused", Actor: "local", Detail: "POST /v1/deployments: held"}
+		e := wireEvent{Hash: strings.Repeat("0", 64), Cursor: int64(i + 1), At: wireTime(cliTime.Add(time.Duration(i) * time.Second)), Type: "refused", Actor: "local", Detail: "POST /v1/deployments: held"}
 		line := fmt.Sprintf("%6d  2026-11-24 09:30:%02dZ  refused             local     -  POST /v1/deployments: held", i+1, i)
 		if i == 2 {
 			e.Count = 7

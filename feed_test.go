@@ -75,6 +75,9 @@ func (w *apiWorld) deny(code string, status int) {
 	if w.denied = nil; code != "" {
 		w.denied = refuse(code, "no")
 		w.denied.Status = status
+		if code == "forbidden" {
+			w.denied.Verb = "read"
+		}
 	}
 }
 

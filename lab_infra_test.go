@@ -383,8 +383,12 @@ func TestLabRedeployedDigest(t *testing.T) {
 }
 
 // The compiling stage makes, of a builder image that it is given, the same image to the digest as the prebuilt
-// stage does of a binary that was compiled elsewhere.
+// stage does of a binary that was compiled elsewhere. It takes some minutes, so that it has a command of its
+// own: go test -run TestLabImageIsCompiled -every-boundary
 func TestLabImageIsCompiled(t *testing.T) {
+	if !*everyBoundary {
+		t.Skip("it has a command of its own: -every-boundary")
+	}
 	l := theLab(t)
 	binary := filepath.Join(t.TempDir(), "toad")
 	build := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -X main.version=v1.2.3", "-o", binary, ".")

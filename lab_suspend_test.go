@@ -39,7 +39,9 @@ func TestLabSuspendedOverReboots(t *testing.T) {
 	s.askFor("suspend", nil)
 	l.killToad(t)
 	s.expectDown()
-	s.refused(s.request(s.image("VERSION=2")), "suspended")
+	if p := s.mustCall(t, "POST", "/v1/deployments", s.request(s.image("VERSION=2")), &op); p == nil || p.Code != "suspended" {
+		t.Errorf("a deployment of a suspended service: %+v", p)
+	}
 	l.reboot(t)
 	s.expectDown()
 	s.askFor("suspend", nil)

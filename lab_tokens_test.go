@@ -42,7 +42,7 @@ func TestLabTokens(t *testing.T) {
 		return strings.Contains(out, "HTTP/1.1 200") && strings.Contains(out, `"service": "tokens"`)
 	})
 	for what, token := range map[string]string{"no token": "", "another": "toad_" + issued.ID + "_" + strings.Repeat("0", 64)} {
-		if out := onHost(token); !strings.Contains(out, "HTTP/1.1 401") || !strings.Contains(out, "WWW-Authenticate: Bearer") {
+		if out := onHost(token); !strings.Contains(out, "HTTP/1.1 401") || !strings.Contains(strings.ToLower(out), "www-authenticate: bearer") {
 			t.Errorf("%s: %s", what, out)
 		}
 	}

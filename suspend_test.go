@@ -755,15 +755,15 @@ func (f *fakeToad) views(list ...wireService) {
 func TestClientSuspend(t *testing.T) {
 	at := wireTime(cliTime)
 	enrolledAs := wireEnrollment{Valid: true, Repository: "r"}
-	running := wireService{Service: "hello", Generation: 7, Installed: true, Enrollment: enrolledAs, Health: wireHealth{State: "running", Ready: true}}
-	going := wireService{Service: "hello", Generation: 7, Suspended: &wireSuspended{Since: at, By: "local", Remains: []string{"the unit is active (running)"}}, Enrollment: enrolledAs, Health: wireHealth{State: "unknown"}}
+	running := wireService{Service: "hello", Generation: 7, Installed: true, Enrollment: enrolledAs, Actions: []wireAction{}, Health: wireHealth{State: "running", Ready: true}}
+	going := wireService{Service: "hello", Generation: 7, Suspended: &wireSuspended{Since: at, By: "local", Remains: []string{"the unit is active (running)"}}, Enrollment: enrolledAs, Actions: []wireAction{}, Health: wireHealth{State: "unknown"}}
 	down := going
-	down.Health, down.Suspended = wireHealth{State: "stopped"}, &wireSuspended{Since: at, By: "local"}
+	down.Health, down.Suspended = wireHealth{State: "stopped"}, &wireSuspended{Since: at, By: "local", Remains: []string{}}
 	failed := running
 	failed.Health = wireHealth{State: "failed"}
-	retiring := wireService{Service: "hello", Generation: 7, Retired: &wireRetired{Since: at, By: "local"}, Enrollment: wireEnrollment{Problem: "gone"}}
+	retiring := wireService{Service: "hello", Generation: 7, Retired: &wireRetired{Since: at, By: "local", Remains: []string{}}, Actions: []wireAction{}, Enrollment: wireEnrollment{Problem: "gone"}, Health: wireHealth{State: "unknown"}}
 	retired := retiring
-	retired.Retired = &wireRetired{Since: at, By: "local", Done: true}
+	retired.Retired = &wireRetired{Since: at, By: "local", Done: true, Remains: []string{}}
 	for _, tt := range []struct {
 		args           []string
 		views          []wireService
@@ -815,12 +815,12 @@ func TestClientSuspend(t *testing.T) {
 }
 
 func TestClientDryRun(t *testing.T) {
-	d := wireDryRun{Service: "hello", Accepted: false, Generation: 8, Candidate: wireCandidate{cliImage, cliDigest}, Current: &wireRevision{Generation: 7, Image: cliImage},
+	d := wireDryRun{Service: "hello", Accepted: false, Generation: 8, Candidate: wireCandidate{cliImage, cliDigest}, Current: &wireRevision{Generation: 7, Image: cliImage, Digest: cliDigest},
 		Checks:       []wireCheck{{Name: "key", Outcome: "passed"}, {Name: "generation", Outcome: "refused", Code: "stale_generation", Detail: "it is 7"}, {Name: "image", Outcome: "skipped"}},
 		UnitChanges:  []wireChange{{"Container", "Image", "changed"}},
 		UnitDiff:     "--- current\n+++ candidate\n-Image=a\n+Image=b\n",
 		FailedBefore: &wireFailedBefore{cliID, "rolled_back", "restart_budget", wireTime(cliTime)},
-		Target:       &wireTarget{Generation: 7, Problems: []wireProblem{{"image_missing", "its image is gone"}}}}
+		Target:       &wireTarget{Generation: 7, Digest: cliDigest, Problems: []wireProblem{{"image_missing", "its image is gone"}}}}
 	f := newFakeToad(t)
 	f.intercept = func(w http.ResponseWriter, method string, n int) bool {
 		if method == http.MethodPost {
