@@ -163,16 +163,19 @@ func (b *browser) text() string {
 	return ask(b, chromedp.Text(chromedp.CSS("body")))
 }
 
-// until waits until the page, which is not loaded anew, says it.
-func (b *browser) until(d time.Duration, what string) string {
+// until waits until the page says it, by itself or by reloading.
+func (b *browser) until(d time.Duration, what string, reload bool) string {
 	b.t.Helper()
 	for end := time.Now().Add(d); ; time.Sleep(100 * time.Millisecond) { // the page tells nobody outside that it changed
 		s := b.text()
-		if strings.Contains(strings.ToLower(s), strings.ToLower(what)) {
+		if strings.Contains(s, what) {
 			return s
 		}
 		if time.Now().After(end) {
 			b.t.Fatalf("the page does not say %q within %s:\n%s", what, d, s)
+		}
+		if reload {
+			b.run(chromedp.Reload())
 		}
 	}
 }

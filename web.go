@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"html/template"
+	"log/slog"
 	"math"
 	"mime"
 	"net/http"
@@ -582,17 +583,7 @@ func secure(h http.Header) {
 // webHandler serves the page: GET and HEAD, and nothing that changes anything.
 func (d *daemon) webHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		secure(w.Header())
-		if r.Method != http.MethodGet && r.Method != http.MethodHead {
-			w.Header().Set("Allow", "GET, HEAD")
-			d.writePage(w, r, http.StatusMethodNotAllowed, "error", errorPage{"This page is to be read only", "Toad is told what to do elsewhere: by its commands on the host, or with a token."})
-			return
-		}
-		if a, ok := webAssets[r.URL.Path]; ok {
-			w.Header().Set("Content-Type", a.kind)
-			w.Header().Set("Cache-Control", "private, max-age=31536000, immutable")
-			w.Header().Set("Content-Length", strconv.Itoa(len(a.body)))
-			_, _ = w.Write(a.body)
+		if !readOnly(w, r, d.log) || serveAsset(w, r) {
 			return
 		}
 		page := webPage{Host: r.Host, Version: buildVersion().Version, At: wireTime(d.host.wall().UTC()), Services: []webService{}}
@@ -610,7 +601,7 @@ func (d *daemon) webHandler() http.Handler {
 			}
 		}
 		if view == "" {
-			d.writePage(w, r, http.StatusNotFound, "error", errorPage{"There is no such page", "The link may be mistyped, or the service was never enrolled here."})
+			writePage(w, d.log, http.StatusNotFound, "error", errorPage{"There is no such page", "The link may be mistyped, or the service was never enrolled here."})
 			return
 		}
 		if asJSON {
@@ -619,21 +610,44 @@ func (d *daemon) webHandler() http.Handler {
 			}
 			return
 		}
-		d.writePage(w, r, http.StatusOK, view, page)
+		writePage(w, d.log, http.StatusOK, view, page)
 	})
+}
+
+// readOnly tells that the request is one for reading, and answers any other itself.
+func readOnly(w http.ResponseWriter, r *http.Request, log *slog.Logger) bool {
+	secure(w.Header())
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		return true
+	}
+	w.Header().Set("Allow", "GET, HEAD")
+	writePage(w, log, http.StatusMethodNotAllowed, "error", errorPage{"This page is to be read only", "Toad is told what to do elsewhere: by its commands on the host, or with a token."})
+	return false
+}
+
+// serveAsset answers if the request is for a file beside the page.
+func serveAsset(w http.ResponseWriter, r *http.Request) bool {
+	a, ok := webAssets[r.URL.Path]
+	if ok {
+		w.Header().Set("Content-Type", a.kind)
+		w.Header().Set("Cache-Control", "private, max-age=31536000, immutable")
+		_, _ = w.Write(a.body)
+	}
+	return ok
 }
 
 // errorPage is a page that says why there is none.
 type errorPage struct{ Title, Text string }
 
 // writePage renders the whole page before a byte of it is sent.
-func (d *daemon) writePage(w http.ResponseWriter, r *http.Request, status int, name string, data any) {
+func writePage(w http.ResponseWriter, log *slog.Logger, status int, name string, data any) {
 	var buf bytes.Buffer
 	if err := webTemplate.ExecuteTemplate(&buf, name, data); err != nil {
-		d.log.Error("rendering", "path", r.URL.Path, "err", err)
+		log.Error("rendering", "page", name, "err", err)
 		http.Error(w, "the page could not be made; see the journal of toad", http.StatusInternalServerError)
 		return
 	}
+	secure(w.Header())
 	w.Header().Set("Content-Type", "text/html; charset=utf-8")
 	w.Header().Set("Content-Length", strconv.Itoa(buf.Len()))
 	w.WriteHeader(status)
