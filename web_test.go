@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/chromedp/chromedp"
+	"github.com/google/go-cmp/cmp"
 )
 
 // look reads a page as a browser gets it from the gateway.
@@ -27,9 +29,12 @@ func (w *apiWorld) look(method, path string) *httptest.ResponseRecorder {
 	return rec
 }
 
+// webScene is one page at one turn of the story, and its JSON.
+type webScene struct{ html, json string }
+
 // webScenes is a story of three services, and the pages at its turns.
-func webScenes(t *testing.T) map[string]string {
-	scenes := map[string]string{}
+func webScenes(t *testing.T) map[string]webScene {
+	scenes := map[string]webScene{}
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		w.h.mu.Lock()
 		w.h.wallOffset = time.Date(2026, 11, 29, 9, 30, 0, 0, time.UTC).Sub(time.Now())
@@ -37,30 +42,30 @@ func webScenes(t *testing.T) map[string]string {
 		scene := func(name string) {
 			t.Helper()
 			synctest.Wait()
-			for _, path := range []string{"/", "/services/hello", "/services/other", "/services/broken"} {
-				rec := w.look("GET", path)
-				if rec.Code != http.StatusOK {
-					t.Fatalf("%s of %s: status %d", path, name, rec.Code)
+			for path, data := range map[string]string{"/": "/index.json", "/services/hello": "/services/hello.json", "/services/other": "/services/other.json", "/services/broken": "/services/broken.json"} {
+				page, json := w.look("GET", path), w.look("GET", data)
+				if page.Code != http.StatusOK || json.Code != http.StatusOK {
+					t.Fatalf("%s of %s: status %d and %d", path, name, page.Code, json.Code)
 				}
-				scenes["/"+name+path] = rec.Body.String()
+				scenes["/"+name+path] = webScene{page.Body.String(), json.Body.String()}
 			}
 		}
 		scene("new")
-		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
-		w.await(w.deploy("other", w.push("other", "1", app{}), 0, "o1").ID, "promoted")
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "webkey-k1").ID, "promoted")
+		w.await(w.deploy("other", w.push("other", "1", app{}), 0, "webkey-o1").ID, "promoted")
 		time.Sleep(3 * time.Hour)
-		w.await(w.deploy("hello", w.push("hello", "2", app{readyAfter: 4 * time.Second}), 1, "k2").ID, "promoted")
+		w.await(w.deploy("hello", w.push("hello", "2", app{readyAfter: 4 * time.Second}), 1, "webkey-k2").ID, "promoted")
 		time.Sleep(20 * time.Minute)
 		scene("ready")
 
-		op := w.deploy("hello", w.push("hello", "3", app{exitAfter: 5 * time.Second, exitOnce: true, readyAfter: time.Second}), 2, "k3")
+		op := w.deploy("hello", w.push("hello", "3", app{exitAfter: 5 * time.Second, exitOnce: true, readyAfter: time.Second}), 2, "webkey-k3")
 		w.await(op.ID, "probation")
 		time.Sleep(20 * time.Second)
 		scene("probation")
 		w.await(op.ID, "promoted")
 		time.Sleep(50 * time.Minute)
 
-		op = w.deploy("hello", w.push("hello", "4", app{exitAfter: 12 * time.Second}), 3, "k4")
+		op = w.deploy("hello", w.push("hello", "4", app{exitAfter: 12 * time.Second}), 3, "webkey-k4")
 		w.await(op.ID, "rolling_back")
 		time.Sleep(200 * time.Millisecond)
 		scene("rolling-back")
@@ -68,7 +73,7 @@ func webScenes(t *testing.T) map[string]string {
 		time.Sleep(2 * time.Minute)
 		scene("rolled-back")
 
-		op = w.deploy("other", w.push("other", "2", app{readyAfter: -1, unkillable: true}), 1, "o2")
+		op = w.deploy("other", w.push("other", "2", app{readyAfter: -1, unkillable: true}), 1, "webkey-o2")
 		w.await(op.ID, "failed")
 		time.Sleep(30 * time.Second)
 		scene("held")
@@ -85,13 +90,13 @@ func TestBrowserPages(t *testing.T) {
 		if serveAsset(w, r) {
 			return
 		}
-		html, ok := scenes[r.URL.Path]
+		scene, ok := scenes[r.URL.Path]
 		if !ok {
 			http.NotFound(w, r)
 			return
 		}
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
-		w.Write([]byte(html))
+		w.Write([]byte(scene.html))
 	}))
 	defer srv.Close()
 	for _, tt := range []struct{ name, path string }{
@@ -170,7 +175,7 @@ func TestBrowserFollows(t *testing.T) {
 // TestBrowserKeyboard goes through a page with the keyboard alone.
 func TestBrowserKeyboard(t *testing.T) {
 	b := newBrowser(t)
-	page := webScenes(t)["/rolled-back/services/hello"]
+	page := webScenes(t)["/rolled-back/services/hello"].html
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		secure(w.Header())
 		if !serveAsset(w, r) {
@@ -229,4 +234,243 @@ func liveWorld(t *testing.T) *apiWorld {
 		data.close()
 	})
 	return w
+}
+
+// TestPageIsForReading: no request changes anything, and every answer carries what protects its reader.
+func TestPageIsForReading(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		before := w.state()
+		paths := []string{"/", "/index.json", "/services/hello", "/services/hello.json", webNames["page.css"], webNames["page.js"], webNames["toad.svg"],
+			"/services/nobody", "/services/nobody.json", "/services/", "/services/hello/", "/services/hello/x", "/services/..%2f..%2fid", "/services/%3Cscript%3E", "/page.css", "/web/page.html",
+			"/v1/services", "/v1/deployments", "/metrics", "/index.html", "/.json", "/services.json", "//", "/x"}
+		for i, path := range paths {
+			for _, method := range []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "BREW"} {
+				rec := w.look(method, path)
+				want := 405
+				if method == "GET" || method == "HEAD" {
+					if want = 200; i >= 7 {
+						want = 404
+					}
+				} else if rec.Header().Get("Allow") != "GET, HEAD" {
+					t.Errorf("%s %s: Allow %q", method, path, rec.Header().Get("Allow"))
+				}
+				if rec.Code != want {
+					t.Errorf("%s %s: status %d, want %d", method, path, rec.Code, want)
+				}
+				for name, value := range map[string]string{
+					"Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+					"X-Content-Type-Options":  "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
+				} {
+					if got := rec.Header().Get(name); got != value {
+						t.Errorf("%s %s: %s %q", method, path, name, got)
+					}
+				}
+				if cache := rec.Header().Get("Cache-Control"); cache != "no-store" && webAssets[path].body == nil {
+					t.Errorf("%s %s: Cache-Control %q", method, path, cache)
+				}
+				if body := rec.Body.String(); want == 404 && strings.Contains(body, "<script>") {
+					t.Errorf("%s %s: %s", method, path, body)
+				}
+			}
+		}
+		for _, path := range paths[:4] {
+			body := w.look("GET", path).Body.String()
+			for _, never := range []string{"<form", "<button", "<input", "<iframe", "style=", "onclick", "http://", "https://"} {
+				if strings.Contains(body, never) {
+					t.Errorf("%s has %s", path, never)
+				}
+			}
+		}
+		synctest.Wait()
+		if after := w.state(); after != before {
+			t.Errorf("something was changed; before:\n%s\nafter:\n%s", before, after)
+		}
+	})
+}
+
+// TestPageAndItsJSONAreOne: a page made from what the JSON says is the page, so neither shows more.
+func TestPageAndItsJSONAreOne(t *testing.T) {
+	for name, scene := range webScenes(t) {
+		var page webPage
+		if err := json.Unmarshal([]byte(scene.json), &page); err != nil {
+			t.Fatalf("%s: %v\n%s", name, err, scene.json)
+		}
+		view := "overview"
+		if strings.Contains(name, "/services/") {
+			view = "service"
+		}
+		var again strings.Builder
+		must(t, webTemplate.ExecuteTemplate(&again, view, page))
+		if diff := cmp.Diff(scene.html, again.String()); diff != "" {
+			t.Errorf("%s (-page +made from its JSON):\n%s", name, diff)
+		}
+	}
+}
+
+// TestPageKeepsSecrets looks for what nobody may read: environment values, texts of the host's errors, paths,
+// keys, and the names of what lies on disk.
+func TestPageKeepsSecrets(t *testing.T) {
+	for name, scene := range webScenes(t) {
+		for _, text := range []string{scene.html, scene.json} {
+			for _, secret := range []string{canary, "PASSWORD", "/tmp", os.TempDir(), "/quadlets", "/data", "/user.slice", "/run/user", "generator/", ".config/containers", "idempotency", "webkey-", "[Container]", "[Install]", "ExecStart", "surprise"} {
+				if strings.Contains(text, secret) {
+					t.Errorf("%s has %q", name, secret)
+				}
+			}
+		}
+	}
+}
+
+// TestPageEscapes puts a hostile text wherever a text can be, and demands that none of it is markup.
+func TestPageEscapes(t *testing.T) {
+	const hostile = "\"'><script>alert(1)</script>\u202e\x1b[31m"
+	var fill func(v reflect.Value)
+	fill = func(v reflect.Value) {
+		switch v.Kind() {
+		case reflect.Pointer:
+			v.Set(reflect.New(v.Type().Elem()))
+			fill(v.Elem())
+		case reflect.Struct:
+			for i := range v.NumField() {
+				if v.Type() != reflect.TypeFor[wireTime]() {
+					fill(v.Field(i))
+				}
+			}
+		case reflect.Slice:
+			v.Set(reflect.MakeSlice(v.Type(), 2, 2))
+			fill(v.Index(0))
+			fill(v.Index(1))
+		case reflect.String:
+			v.SetString(hostile)
+		}
+	}
+	for _, view := range []string{"overview", "service"} {
+		var page webPage
+		fill(reflect.ValueOf(&page).Elem())
+		var b strings.Builder
+		must(t, webTemplate.ExecuteTemplate(&b, view, page))
+		if n := strings.Count(b.String(), "&lt;script&gt;"); n < 10 || strings.Contains(b.String(), "<script>alert") || strings.Contains(b.String(), "\"'>") {
+			t.Errorf("%s: escaped %d times:\n%s", view, n, b.String())
+		}
+	}
+	for text, want := range map[string]string{
+		"no\u202eitacilpa\u202c": "no\ufffditacilpa\ufffd", "a\nb\x1b[0m\u2028c\u200bd": "a\ufffdb\ufffd[0m\ufffdc\ufffdd", "näh – 你好": "näh – 你好",
+	} {
+		if got := plain(text); got != want {
+			t.Errorf("%q is told as %q, want %q", text, got, want)
+		}
+	}
+}
+
+// TestPageAsksNobody: with the disk away, Podman and systemd hanging, the page shows what was last seen.
+func TestPageAsksNobody(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		first := w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		image := w.push("hello", "2", app{})
+		second := w.await(w.deploy("hello", image, 1, "k2").ID, "promoted")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		before := w.look("GET", "/services/hello.json").Body.String()
+		var page webPage
+		must(t, json.Unmarshal([]byte(before), &page))
+		s := page.Services[0]
+		if u := s.Unit; u == nil || u.Name != "hello.service" || u.LoadState != "loaded" || u.ActiveState != "active" || u.SubState != "running" || u.MainPID == 0 || u.InvocationID == "" {
+			t.Errorf("unit: %+v", u)
+		}
+		if c := s.Container; c == nil || c.State != "running" || c.Name != "hello" || c.Image != image || c.StartedAt == nil || c.Outdated {
+			t.Errorf("container: %+v", c)
+		}
+		if len(s.Operations) != 2 || s.Operations[0].ID != second.ID || s.Operations[1].ID != first.ID || len(s.Operations[1].Log) < 10 {
+			t.Errorf("operations: %+v", s.Operations)
+		}
+		w.h.mu.Lock()
+		w.h.podmanHangs, w.h.managerHangs = true, true
+		w.h.mu.Unlock()
+		must(t, os.Rename(w.dir, w.dir+".away"))
+		begun := time.Now()
+		if after := w.look("GET", "/services/hello.json").Body.String(); after != before || time.Since(begun) != 0 {
+			t.Errorf("after %s (-before +after):\n%s", time.Since(begun), cmp.Diff(before, after))
+		}
+		must(t, os.Rename(w.dir+".away", w.dir))
+		w.h.mu.Lock()
+		w.h.podmanHangs, w.h.managerHangs = false, false
+		w.h.mu.Unlock()
+	})
+}
+
+// TestPageShowsRecentOperations: the newest are kept in memory, and are the same after a restart.
+func TestPageShowsRecentOperations(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		var ids []string
+		for i := range int64(maxRecent + 3) {
+			op := w.await(w.deploy("hello", w.push("hello", fmt.Sprint(i), app{}), i, fmt.Sprint("k", i)).ID, "promoted")
+			ids = append([]string{op.ID}, ids...)
+			time.Sleep(10 * time.Second)
+		}
+		s, err := w.d.service("hello")
+		must(t, err)
+		shown := func() (list []string) {
+			for _, o := range s.web(true).Operations {
+				if len(o.Log) < 10 || o.Omitted != 0 {
+					t.Errorf("%s has %d lines and omits %d", o.ID, len(o.Log), o.Omitted)
+				}
+				list = append(list, o.ID)
+			}
+			return list
+		}
+		if got := shown(); !slices.Equal(got, ids[:maxRecent+1]) {
+			t.Errorf("shown: %v, want %v", got, ids[:maxRecent+1])
+		}
+		must(t, s.open())
+		if got := shown(); !slices.Equal(got, ids[:maxRecent+1]) {
+			t.Errorf("after opening again: %v, want %v", got, ids[:maxRecent+1])
+		}
+		for range maxShown + 7 {
+			s.say("not_ready", "again")
+		}
+		if o := s.web(true).Operations[0]; len(o.Log) != maxShown || o.Omitted < 7 || o.Log[maxShown-1].Text != "not ready: again" {
+			t.Errorf("%d lines, %d omitted", len(o.Log), o.Omitted)
+		}
+	})
+}
+
+func TestPageStatus(t *testing.T) {
+	current := &wireRevision{Generation: 1}
+	running := func(ready bool) wireService {
+		return wireService{Current: current, Health: wireHealth{State: "running", Ready: ready}}
+	}
+	at := func(state string) wireService {
+		s := running(true)
+		s.ActiveOperation = &wireOperation{State: state}
+		return s
+	}
+	health := func(state string, r *wireRevision) wireService {
+		return wireService{Current: r, Health: wireHealth{State: state}}
+	}
+	held := health("held", current)
+	held.Held = &wireHeld{}
+	lost := running(true)
+	lost.Actions = []wireAction{{Name: "deploy", Reason: "state_unavailable"}}
+	for want, s := range map[webStatus]wireService{
+		{"ok", "Ready"}: running(true), {"warn", "Not ready"}: running(false), {"busy", "Preparing"}: at("preparing"), {"busy", "In probation"}: at("probation"),
+		{"warn", "Rolling back"}: at("rolling_back"), {"bad", "Held"}: held, {"warn", "Starting"}: health("starting", current), {"bad", "Failed"}: health("failed", current),
+		{"bad", "Stopped"}: health("stopped", current), {"idle", "Nothing deployed"}: health("stopped", nil), {"bad", "Not Toad’s instance"}: health("foreign", nil),
+		{"idle", "Unknown"}: health("unknown", current), {"bad", "Records unavailable"}: lost,
+	} {
+		if got := statusOf(s); got != want {
+			t.Errorf("%+v, want %+v", got, want)
+		}
+	}
+	ready, busy, bad := webService{Status: webStatus{"ok", ""}, wireService: wireService{Enrollment: wireEnrollment{Valid: true}}}, webService{wireService: at("probation")}, webService{Status: webStatus{"bad", ""}}
+	for want, services := range map[string][]webService{
+		"No service is enrolled.": nil, "The service is ready.": {ready}, "All services are ready.": {ready, ready}, "One rollout is under way.": {ready, busy},
+		"Two rollouts are under way.": {busy, busy}, "One of three needs a look, one rollout is under way.": {ready, busy, bad}, "Two of two need a look.": {bad, bad},
+	} {
+		if got := (webPage{Services: services}).Headline(); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
 }
