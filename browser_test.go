@@ -125,8 +125,8 @@ func (b *browser) run(steps ...chromedp.Action[chromedp.Void]) {
 	must(b.t, chromedp.Do(ctx, steps...))
 }
 
-// ask runs what has a result.
-func ask[T any](b *browser, action chromedp.Action[T]) T {
+// result runs what has one.
+func result[T any](b *browser, action chromedp.Action[T]) T {
 	b.t.Helper()
 	ctx, cancel := context.WithTimeout(b.ctx, 2*time.Minute)
 	defer cancel()
@@ -153,14 +153,14 @@ func (b *browser) as(width, height int64, scheme string, script bool) {
 // shot saves the whole page as a picture with the test's output (go test -artifacts).
 func (b *browser) shot(name string) {
 	b.t.Helper()
-	png := ask(b, chromedp.FullScreenshot(100))
+	png := result(b, chromedp.FullScreenshot(100))
 	must(b.t, os.WriteFile(filepath.Join(b.t.ArtifactDir(), name+".png"), png, 0o644))
 }
 
 // text is what a reader reads.
 func (b *browser) text() string {
 	b.t.Helper()
-	return ask(b, chromedp.Text(chromedp.CSS("body")))
+	return result(b, chromedp.Text(chromedp.CSS("body")))
 }
 
 // until waits until the page says it, by itself or by reloading.
@@ -187,24 +187,24 @@ func (b *browser) accessible(what string) {
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	var result struct {
+	var found struct {
 		Violations []struct {
 			ID, Help string
 			Nodes    []struct{ HTML, FailureSummary string }
 		}
 		Passes []struct{ ID string }
 	}
-	raw := ask(b, chromedp.Evaluate[string](script+`;axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}).then(r => JSON.stringify({violations: r.violations, passes: r.passes}))`, chromedp.EvalAwaitPromise))
-	must(b.t, json.Unmarshal([]byte(raw), &result))
-	if len(result.Passes) < 10 {
-		b.t.Errorf("%s: the checker checked only %d rules", what, len(result.Passes))
+	raw := result(b, chromedp.Evaluate[string](script+`;axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}).then(r => JSON.stringify({violations: r.violations, passes: r.passes}))`, chromedp.EvalAwaitPromise))
+	must(b.t, json.Unmarshal([]byte(raw), &found))
+	if len(found.Passes) < 10 {
+		b.t.Errorf("%s: the checker checked only %d rules", what, len(found.Passes))
 	}
-	for _, v := range result.Violations {
+	for _, v := range found.Violations {
 		for _, n := range v.Nodes {
 			b.t.Errorf("%s: %s (%s): %s\n%s", what, v.ID, v.Help, n.HTML, n.FailureSummary)
 		}
 	}
-	if ask(b, chromedp.Evaluate[bool](`document.documentElement.scrollWidth > document.documentElement.clientWidth`)) {
+	if result(b, chromedp.Evaluate[bool](`document.documentElement.scrollWidth > document.documentElement.clientWidth`)) {
 		b.t.Errorf("%s: the page is wider than the window", what)
 	}
 }

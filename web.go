@@ -233,6 +233,12 @@ func statusOf(v wireService) webStatus {
 		return webStatus{"busy", stateWords[op.State]}
 	}
 	switch h := v.Health; {
+	case v.Retired != nil && v.Retired.Done:
+		return webStatus{"idle", "Retired"}
+	case v.Retired != nil:
+		return webStatus{"idle", "Retiring"}
+	case v.Suspended != nil:
+		return webStatus{"idle", "Suspended"}
 	case v.Held != nil:
 		return webStatus{"bad", "Held"}
 	case h.State == "running" && h.Ready:
@@ -262,7 +268,7 @@ var stateWords = map[string]string{
 // Warnings are what needs a look though the service may serve.
 func (v webService) Warnings() []string {
 	var w []string
-	if !v.Enrollment.Valid && v.Status.Text != "Records unavailable" {
+	if !v.Enrollment.Valid && v.Status.Text != "Records unavailable" && v.Retired == nil {
 		w = append(w, "its enrollment is not valid: it takes no deployment")
 	}
 	if v.Rollback != nil {
@@ -273,7 +279,16 @@ func (v webService) Warnings() []string {
 	if v.Held != nil {
 		w = append(w, "held until what is still there is gone: "+strings.Join(v.Held.Remains, "; "))
 	}
-	if v.Current != nil && !v.Installed && v.ActiveOperation == nil {
+	if v.Suspended != nil && len(v.Suspended.Remains) > 0 {
+		w = append(w, "suspended, and still there: "+strings.Join(v.Suspended.Remains, "; "))
+	}
+	if v.Retired != nil && len(v.Retired.Remains) > 0 {
+		w = append(w, "retiring, and still there: "+strings.Join(v.Retired.Remains, "; "))
+	}
+	if v.Barrier != nil {
+		w = append(w, "a rollback barrier is raised: no deployment until it is lifted")
+	}
+	if v.Current != nil && !v.Installed && v.ActiveOperation == nil && v.Suspended == nil && v.Retired == nil {
 		w = append(w, "the promoted unit is not in place yet: a boot would not start it")
 	}
 	return w
@@ -415,6 +430,9 @@ var reasonTexts = map[string]string{
 	"held":               "the service is held",
 	"suspended":          "the service is suspended",
 	"rollback_barrier":   "a rollback barrier is raised",
+	"no_barrier":         "no barrier is raised",
+	"not_suspended":      "it is not suspended",
+	"no_revision":        "nothing was promoted yet",
 	"shutting_down":      "Toad is shutting down",
 	"state_unavailable":  "its records cannot be read or written",
 

@@ -152,13 +152,13 @@ func TestBrowserFollows(t *testing.T) {
 		}
 		text = see(fmt.Sprintf("Generation %d", good.Generation))
 		if script {
-			if open := ask(b, chromedp.Evaluate[bool](`document.getElementById("op-`+good.ID+`").open`)); open {
+			if open := result(b, chromedp.Evaluate[bool](`document.getElementById("op-`+good.ID+`").open`)); open {
 				t.Error("what was closed opened by itself")
 			}
-			if id := ask(b, chromedp.Evaluate[string](`document.activeElement.id`)); id != "sum-"+good.ID {
+			if id := result(b, chromedp.Evaluate[string](`document.activeElement.id`)); id != "sum-"+good.ID {
 				t.Errorf("the focus went to %q", id)
 			}
-			if said := ask(b, chromedp.Evaluate[string](`document.getElementById("said").textContent`)); said != "hello: Ready" && said != "hello: Promoting" {
+			if said := result(b, chromedp.Evaluate[string](`document.getElementById("said").textContent`)); said != "hello: Ready" && said != "hello: Promoting" {
 				t.Errorf("said %q", said)
 			}
 		}
@@ -189,12 +189,12 @@ func TestBrowserKeyboard(t *testing.T) {
 	var way []string
 	for range 40 {
 		b.run(chromedp.KeyEvent("\t"))
-		at := ask(b, chromedp.Evaluate[string](`(e => e.id || e.className || e.tagName)(document.activeElement)`))
+		at := result(b, chromedp.Evaluate[string](`(e => e.id || e.className || e.tagName)(document.activeElement)`))
 		if at == "BODY" {
 			break
 		}
 		way = append(way, at)
-		if ring := ask(b, chromedp.Evaluate[string](`getComputedStyle(document.activeElement).outlineStyle`)); ring == "none" {
+		if ring := result(b, chromedp.Evaluate[string](`getComputedStyle(document.activeElement).outlineStyle`)); ring == "none" {
 			t.Errorf("nothing shows that the focus is on %s", at)
 		}
 	}
@@ -202,7 +202,7 @@ func TestBrowserKeyboard(t *testing.T) {
 		t.Errorf("the way of the focus: %v", way)
 	}
 	b.run(chromedp.Focus(chromedp.CSS("#"+way[4])), chromedp.KeyEvent("\r"))
-	if open := ask(b, chromedp.Evaluate[bool](`document.getElementById("`+strings.Replace(way[4], "sum-", "op-", 1)+`").open`)); open {
+	if open := result(b, chromedp.Evaluate[bool](`document.getElementById("`+strings.Replace(way[4], "sum-", "op-", 1)+`").open`)); open {
 		t.Error("Enter does not close what is open")
 	}
 	b.clean()
@@ -450,6 +450,8 @@ func TestPageStatus(t *testing.T) {
 	health := func(state string, r *wireRevision) wireService {
 		return wireService{Current: r, Health: wireHealth{State: state}}
 	}
+	suspended, retiring, retired := health("stopped", current), health("stopped", nil), health("stopped", nil)
+	suspended.Suspended, retiring.Retired, retired.Retired = &wireSuspended{}, &wireRetired{}, &wireRetired{Done: true}
 	held := health("held", current)
 	held.Held = &wireHeld{}
 	lost := running(true)
@@ -459,6 +461,7 @@ func TestPageStatus(t *testing.T) {
 		{"warn", "Rolling back"}: at("rolling_back"), {"bad", "Held"}: held, {"warn", "Starting"}: health("starting", current), {"bad", "Failed"}: health("failed", current),
 		{"bad", "Stopped"}: health("stopped", current), {"idle", "Nothing deployed"}: health("stopped", nil), {"bad", "Not Toad’s instance"}: health("foreign", nil),
 		{"idle", "Unknown"}: health("unknown", current), {"bad", "Records unavailable"}: lost,
+		{"idle", "Suspended"}: suspended, {"idle", "Retiring"}: retiring, {"idle", "Retired"}: retired,
 	} {
 		if got := statusOf(s); got != want {
 			t.Errorf("%+v, want %+v", got, want)

@@ -17,7 +17,7 @@
   async function look() {
     if (document.hidden || reading()) return wait();
     try {
-      const answer = await fetch(location.pathname, { cache: "no-store", signal: AbortSignal.timeout(10000) });
+      const answer = await fetch(location.origin + location.pathname, { cache: "no-store", signal: AbortSignal.timeout(10000) });
       if (!answer.ok) throw new Error(answer.status);
       show(new DOMParser().parseFromString(await answer.text(), "text/html"));
     } catch {
