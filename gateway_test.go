@@ -142,7 +142,9 @@ func TestGatewayBoundsAnswers(t *testing.T) {
 			w.Header().Set("WWW-Authenticate", "Basic")
 			w.WriteHeader(401)
 		}, 502},
-		{"redirect", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "https://evil.example/", 302) }, 502},
+		{"redirect", func(w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, "https://evil.example/", http.StatusFound)
+		}, 502},
 		{"failed", func(w http.ResponseWriter, r *http.Request) { w.WriteHeader(500) }, 502},
 		{"not found", func(w http.ResponseWriter, r *http.Request) { w.WriteHeader(404) }, 404},
 		{"headers without end", func(w http.ResponseWriter, r *http.Request) { w.Header().Set("X", strings.Repeat("x", 64<<10)) }, 502},

@@ -37,7 +37,7 @@ func webScenes(t *testing.T) map[string]webScene {
 	scenes := map[string]webScene{}
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		w.h.mu.Lock()
-		w.h.wallOffset = time.Date(2026, 11, 29, 9, 30, 0, 0, time.UTC).Sub(time.Now())
+		w.h.wallOffset = time.Until(time.Date(2026, 11, 29, 9, 30, 0, 0, time.UTC))
 		w.h.mu.Unlock()
 		scene := func(name string) {
 			t.Helper()
