@@ -756,7 +756,7 @@ func (d *daemon) postRetire(w http.ResponseWriter, r *http.Request) error {
 
 // answerAsked answers with the service: 202 if something begins, 200 if nothing has to be waited for.
 func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s *service) (begun bool, err error)) error {
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}

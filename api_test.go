@@ -69,14 +69,18 @@ func (w *apiWorld) begin() {
 	})
 	w.d.refresh()
 	w.d.wg.Go(func() { data.own.tally.run(ctx, func() error { return data.own.write() }) })
-	handler := w.d.handler()
+	local, remote := w.d.handler(), w.d.mux(func(rt route) bool { return rt.verb != "" })
 	w.handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, w.who))
 		if w.denied != nil {
 			w.d.writeError(rw, r, w.denied)
 			return
 		}
-		handler.ServeHTTP(rw, r)
+		if w.who.remote {
+			w.d.answer(remote, newReply(rw, r), r)
+			return
+		}
+		local.ServeHTTP(rw, r)
 	})
 	synctest.Wait()
 }

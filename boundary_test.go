@@ -55,6 +55,7 @@ var scenarios = []struct {
 	}, suspends, func(w *world) { time.Sleep(2 * time.Minute); w.h.reap("hello.service") }},
 	{"suspension of a held service", func(w *world) {
 		w.expect(w.await(w.submit(w.push("stuck", app{readyAfter: time.Second, unkillable: true})).ID), promoted, "")
+		w.until("installed", func(r *record) bool { return r.Installed })
 		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
 	}, suspends, func(w *world) { time.Sleep(2 * time.Minute); w.h.reap("hello.service") }},
 	{"resumption", func(w *world) {

@@ -1014,7 +1014,7 @@ func retireCmd(stdout, stderr io.Writer) *ffcli.Command {
 // what is said then.
 func askCmd(stdout, stderr io.Writer, name, help, doing string, done func(s wireService) (string, bool)) *ffcli.Command {
 	fs := newFlags(name)
-	c := newClient(fs, stdout, stderr)
+	c := localClient(fs, stdout, stderr)
 	noWait := fs.Bool("no-wait", false, "return once it is accepted")
 	return &ffcli.Command{
 		Name:       name,
@@ -1317,7 +1317,7 @@ func (c *client) printEvents(ctx context.Context, service string, after int64, f
 
 func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("output")
-	c := newClient(fs, stdout, stderr)
+	c := localClient(fs, stdout, stderr)
 	return &ffcli.Command{
 		Name:       "output",
 		ShortUsage: "toad output OPERATION [FLAGS]",

@@ -186,7 +186,7 @@ func TestEventsOfATokensService(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
 		w.await(w.deploy("other", w.push("other", "1", app{}), 0, "k1").ID, "promoted")
-		w.who = caller{token: "abc", service: "hello"}
+		w.who = caller{remote: true, token: "abc", service: "hello", verbs: tokenVerbs}
 		for _, query := range []string{"", "?service=hello"} {
 			if p := w.events(query); len(p.Events) != 3 || p.Events[0].Service != "hello" {
 				t.Errorf("%q: %+v", query, p)
@@ -564,18 +564,19 @@ func TestRefusalsAreEvents(t *testing.T) {
 func TestDenialsAreEvents(t *testing.T) { // E10
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		image := w.push("other", "1", app{})
-		w.who = caller{token: "abc", service: "hello"}
+		w.who = caller{remote: true, token: "abc", service: "hello", verbs: tokenVerbs}
 		w.do("POST", "/v1/deployments", deployBody("other", image, 7, "k"))
 		synctest.Wait()
 		w.deny("forbidden", 403)
 		w.do("GET", "/v1/services/hello", "")
-		w.who = caller{}
+		w.who = caller{remote: true}
 		w.deny("unauthorized", 401)
 		w.do("GET", "/v1/services", "")
 		synctest.Wait()
 		w.do("POST", "/v1/deployments", "")
 		w.deny("", 0)
 		synctest.Wait()
+		w.who = caller{}
 		got := w.events("?service=hello").Events
 		if len(got) != 2 {
 			t.Fatalf("%+v", got)

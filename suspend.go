@@ -83,6 +83,9 @@ func (s *service) resume(actor string) (changed bool, err error) {
 // reconcile lifts the barrier that this operation raised.
 func (s *service) reconcile(id, actor string) (changed bool, err error) {
 	return s.ask(event{Type: "reconcile", Actor: actor, Operation: id}, func(r *record) error {
+		if _, err := s.bearer(actor); err != nil {
+			return err
+		}
 		switch b := r.Barrier; {
 		case b != nil && b.Operation == id:
 			r.Barrier = nil
@@ -341,7 +344,8 @@ func (s *service) startResumed(ctx context.Context, rev *revision, res *resumpti
 	return done()
 }
 
-// end ends a retired service: its instance, its unit and its images go, its records and events stay.
+// end ends a retired service: its tokens, its instance, its unit and its images go, its records and events
+// stay.
 func (s *service) end(ctx context.Context) error {
 	for {
 		if err := s.stale(); err != nil {
@@ -375,6 +379,9 @@ func (s *service) end(ctx context.Context) error {
 
 // clear takes everything of the service from the host, and its images.
 func (s *service) clear(ctx context.Context) error {
+	if err := s.revokeAll(s.rec.Load().Retired.By); err != nil {
+		return err
+	}
 	rev, err := s.lastRevision()
 	if err != nil {
 		return err

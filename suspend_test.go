@@ -335,6 +335,8 @@ func TestRetired(t *testing.T) {
 		op := w.promote("v2")
 		_, err := w.s.retire(2, "local")
 		w.refusedWith("enrolled", err)
+		_, secret, err := w.s.issue("local", "ci", []string{"read"}, 0)
+		must(t, err)
 		w.gone()
 		_, err = w.s.retire(1, "local")
 		if e := w.refusedWith("stale_generation", err); *e.CurrentGeneration != 2 {
@@ -350,6 +352,9 @@ func TestRetired(t *testing.T) {
 		w.expectRuns()
 		if text := w.unitFile(); text != "" {
 			t.Errorf("its unit is still there:\n%s", text)
+		}
+		if holder := w.s.index.holder(http.Header{"Authorization": {"Bearer " + secret}}); holder == nil || holder.valid(time.Now()) {
+			t.Errorf("its token is in force: %+v", holder)
 		}
 		if _, err := os.Stat(w.s.images()); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("its images are still there: %v", err)
@@ -448,7 +453,11 @@ func TestBarrier(t *testing.T) { // G9
 			t.Errorf("it names %q", e.OperationID)
 		}
 		w.restart()
-		w.asked(w.s.reconcile(op.ID, "token:x"))
+		id, _, err := w.s.issue("local", "ci", []string{"deploy"}, 0)
+		must(t, err)
+		_, err = w.s.reconcile(op.ID, "token:x") // one that was revoked meanwhile
+		w.refusedWith("unauthorized", err)
+		w.asked(w.s.reconcile(op.ID, "token:"+id.ID))
 		if changed, err := w.s.reconcile(op.ID, "local"); changed || err != nil {
 			t.Errorf("acknowledged twice: %v, %v", changed, err)
 		}

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -88,10 +89,19 @@ func TestTokenMatrix(t *testing.T) { // E10
 		matrix := map[string]asked{
 			"POST /v1/deployments": {"/v1/deployments", "/v1/deployments", "/v1/deployments",
 				deployBody("hello", image, 9, "s"), deployBody("other", image, 9, "s"), deployBody("nobody", image, 9, "s"), 409, "stale_generation"},
-			"GET /v1/operations/{id}":               operation("", "", 200, ""),
-			"GET /v1/operations/{id}/log":           operation("/log", "", 200, ""),
-			"POST /v1/operations/{id}/rollback":     operation("/rollback", "", 409, "not_rollbackable"),
-			"GET /v1/services":                      {path: "/v1/services", status: 200},
+			"GET /v1/operations/{id}":           operation("", "", 200, ""),
+			"GET /v1/operations/{id}/log":       operation("/log", "", 200, ""),
+			"POST /v1/operations/{id}/rollback": operation("/rollback", "", 409, "not_rollbackable"),
+			"GET /v1/operations/{id}/output":    {path: "/v1/operations/" + mine + "/output"},
+			"GET /v1/services":                  {path: "/v1/services", status: 200},
+			"POST /v1/services/{service}/reconcile": {"/v1/services/hello/reconcile", "/v1/services/other/reconcile", "/v1/services/nobody/reconcile",
+				`{"operation_id":"` + mine + `"}`, `{"operation_id":"` + theirs + `"}`, `{"operation_id":"` + noSuchID + `"}`, 200, ""},
+			"POST /v1/services/{service}/suspend":   {path: "/v1/services/hello/suspend"},
+			"POST /v1/services/{service}/resume":    {path: "/v1/services/hello/resume"},
+			"POST /v1/services/{service}/retire":    {path: "/v1/services/hello/retire", body: `{"generation":1}`},
+			"GET /v1/events":                        {"/v1/events?service=hello", "/v1/events?service=other", "/v1/events?service=nobody", "", "", "", 200, ""},
+			"GET /v1/audit":                         {path: "/v1/audit"},
+			"GET /metrics":                          {path: "/metrics"},
 			"GET /v1/services/{service}":            service("", "", 200, ""),
 			"GET /v1/services/{service}/operations": service("/operations", "", 200, ""),
 			"POST /v1/services/{service}/rollback":  service("/rollback", back, 409, "not_rollbackable"),
@@ -454,15 +464,17 @@ func (w *world) tokensAreTold() {
 
 // On a full disk a revocation is in force at once, and answered when it is durable.
 func TestRevocationOnAFullDisk(t *testing.T) { // E8
+	var full atomic.Bool
+	defer func() { testingOnlyBoundary = nil }()
+	testingOnlyBoundary = func(step, path string) error {
+		if full.Load() && strings.HasSuffix(path, "tokens.json") {
+			return syscall.ENOSPC
+		}
+		return nil
+	}
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		id, token := w.token("hello", 0, "read")
-		testingOnlyBoundary = func(step, path string) error {
-			if strings.HasSuffix(path, "tokens.json") {
-				return syscall.ENOSPC
-			}
-			return nil
-		}
-		defer func() { testingOnlyBoundary = nil }()
+		full.Store(true)
 		answered := make(chan apiAnswer, 1)
 		go func() { answered <- w.do("DELETE", "/v1/tokens/"+id, "") }()
 		synctest.Wait()
@@ -476,7 +488,7 @@ func TestRevocationOnAFullDisk(t *testing.T) { // E8
 		if a := w.do("POST", "/v1/tokens", `{"service":"hello","label":"x","verbs":["read"]}`); a.Code != "state_unavailable" {
 			t.Errorf("issued: %d %s", a.status, a.body)
 		}
-		testingOnlyBoundary = nil
+		full.Store(false)
 		if a := <-answered; a.status != 200 {
 			t.Errorf("%d %s", a.status, a.body)
 		}
