@@ -558,9 +558,8 @@ var webTemplate = template.Must(template.New("").Funcs(template.FuncMap{
 		hex := strings.TrimPrefix(digest, "sha256:")
 		return hex[:min(12, len(hex))]
 	},
-	"digest": digestOf,
-	"span":   span,
-	"plain":  plain,
+	"span":  span,
+	"plain": plain,
 
 	"sentence": sentence,
 	"word":     func(state string) string { return stateWords[state] },
