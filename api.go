@@ -171,6 +171,7 @@ type wireEnrollment struct {
 	RestartBudget          int     `json:"restart_budget"`
 	FetchDeadlineSeconds   float64 `json:"fetch_deadline_seconds,omitempty"`
 	StopDeadlineSeconds    float64 `json:"stop_deadline_seconds,omitempty"`
+	DiffersFromCurrent     bool    `json:"differs_from_current"` // the next deployment runs under another enrollment than the current revision
 }
 
 type wireService struct {
@@ -304,6 +305,7 @@ func (d *daemon) routes() []route {
 		{"GET /v1/events", true, "read", d.getEvents, []string{"service", "after", "wait"}},
 		{"GET /v1/version", true, "read", getVersion, nil},
 		{"GET /v1/health", true, "read", d.getHealth, nil},
+		{"GET /v1/openapi.json", true, "read", getDescription, nil},
 		{"POST /v1/tokens", true, "", d.postToken, nil},
 		{"GET /v1/tokens", true, "", d.getTokens, []string{"service"}},
 		{"DELETE /v1/tokens/{id}", true, "", d.deleteToken, nil},
@@ -1202,7 +1204,7 @@ func (s *service) view(local bool) wireService {
 			ReadinessPath: q.Path, IntervalSeconds: seconds(time.Duration(q.Interval)), TimeoutSeconds: seconds(time.Duration(q.Timeout)),
 			RolloutDeadlineSeconds: seconds(time.Duration(p.RolloutDeadline)), StartupDeadlineSeconds: seconds(time.Duration(p.StartupDeadline)),
 			StabilityWindowSeconds: seconds(time.Duration(p.StabilityWindow)), RestartBudget: p.RestartBudget,
-			FetchDeadlineSeconds: seconds(time.Duration(en.FetchDeadline)), StopDeadlineSeconds: seconds(time.Duration(en.StopDeadline))}
+			FetchDeadlineSeconds: seconds(time.Duration(en.FetchDeadline)), StopDeadlineSeconds: seconds(time.Duration(en.StopDeadline)), DiffersFromCurrent: s.differs(en)}
 	}
 	r := s.rec.Load()
 	if unavailable != nil || r == nil {

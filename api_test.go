@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,6 +14,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -36,6 +38,8 @@ type apiWorld struct {
 }
 
 func inAPI(t *testing.T, f func(t *testing.T, w *apiWorld)) {
+	_, err := theDescription() // outside of the bubble
+	must(t, err)
 	synctest.Test(t, func(t *testing.T) {
 		w := &apiWorld{t: t, h: newFakeHost(t), dir: filepath.Join(t.TempDir(), "data"), enrollment: t.TempDir()}
 		must(t, os.Mkdir(w.dir, 0o700))
@@ -70,7 +74,7 @@ func (w *apiWorld) begin() {
 	w.d.refresh()
 	w.d.wg.Go(func() { data.own.tally.run(ctx, func() error { return data.own.write() }) })
 	local, remote := w.d.handler(), w.d.mux(func(rt route) bool { return rt.verb != "" })
-	w.handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+	w.handler = described(w.t, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, w.who))
 		if w.denied != nil {
 			w.d.writeError(rw, r, w.denied)
@@ -81,7 +85,7 @@ func (w *apiWorld) begin() {
 			return
 		}
 		local.ServeHTTP(rw, r)
-	})
+	}))
 	synctest.Wait()
 }
 
@@ -413,6 +417,54 @@ func TestAPIBrokenEnrollmentDisablesThatServiceAlone(t *testing.T) {
 	})
 }
 
+// A changed template or declaration waits for the next deployment, and the state says so until then.
+func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		differs := func(want bool) {
+			t.Helper()
+			var s wireService
+			must(t, json.Unmarshal([]byte(w.do("GET", "/v1/services/hello", "").body), &s))
+			if s.Enrollment.DiffersFromCurrent != want {
+				t.Errorf("differs_from_current is %v, want %v", !want, want)
+			}
+		}
+		change := func(file, from, to string) {
+			t.Helper()
+			path := filepath.Join(w.enrollment, file)
+			text := string(readFile(t, path))
+			if !strings.Contains(text, from) {
+				t.Fatalf("%s has no %s", file, from)
+			}
+			must(t, os.WriteFile(path, []byte(strings.Replace(text, from, to, 1)), 0o600))
+		}
+		image := w.push("hello", "1", app{})
+		differs(false) // from nothing
+		w.await(w.deploy("hello", image, 0, "k1").ID, "promoted")
+		differs(false)
+		s, err := w.d.service("hello")
+		must(t, err)
+		time.Sleep(5 * time.Second) // the unit is installed
+		before := readFile(t, s.unitPath("hello.container"))
+
+		change("hello.container", "[Container]\n", "[Container]\nEnvironment=NEW=1\n")
+		differs(true)
+		change("hello.container", "Environment=NEW=1\n", "")
+		differs(false)
+		change("hello.json", `"restart_budget":1`, `"restart_budget":2`)
+		differs(true)
+		change("hello.container", "[Container]\n", "[Container]\nEnvironment=NEW=1\n")
+		time.Sleep(time.Hour)
+		if got := readFile(t, s.unitPath("hello.container")); string(got) != string(before) {
+			t.Errorf("the unit in force changed:\n%s", got)
+		}
+		w.await(w.deploy("hello", image, 1, "k2").ID, "promoted")
+		differs(false)
+		if got := readFile(t, s.unitPath("hello.container")); !strings.Contains(string(got), "Environment=NEW=1") {
+			t.Errorf("the deployment did not take the template up:\n%s", got)
+		}
+	})
+}
+
 // TestAPIOrderOfChecks sends requests with two faults, and demands the one that is looked for first.
 func TestAPIOrderOfChecks(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
@@ -644,6 +696,69 @@ func TestAPIStopping(t *testing.T) {
 		}
 		if d := time.Since(begun); d > time.Second {
 			t.Errorf("answered %s after the stop", d)
+		}
+	})
+}
+
+// FuzzDecode: no body makes the decoder of requests panic; what it takes says the same when it is said
+// again, and what it does not take is refused as malformed.
+func FuzzDecode(f *testing.F) {
+	image := "registry.example.org/apps/hello@" + sha(nil)
+	for _, body := range []string{"", "null", "{}", "[]", `{"restore":"services/hello/service.json"}`, `{"expected_generation":1,"idempotency_key":"k"}`, `{"service":"a","service":"b"}`,
+		deployBody("hello", image, 1, "k"), deployBody("hello", image, 1<<62, "k\u0000"), deployBody("hello", image, 1, "k") + "x", `{"expected_generation":1e999,"idempotency_key":1}`} {
+		f.Add([]byte(body))
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		try := func(body []byte, into any, fields ...string) bool {
+			err := decode(httptest.NewRequest("POST", "http://toad/", bytes.NewReader(body)), into, fields...)
+			var e *apiError
+			if err != nil && (!errors.As(err, &e) || e.Code != "invalid_request" || e.Detail == "") {
+				t.Errorf("%q: %v", body, err)
+			}
+			return err == nil
+		}
+		again := func(v, into any, fields ...string) {
+			b, err := json.Marshal(v)
+			must(t, err)
+			if !try(b, into, fields...) || !reflect.DeepEqual(v, into) {
+				t.Errorf("%q is %+v, and said again %+v", body, v, into)
+			}
+		}
+		deploy := []string{"service", "image", "expected_generation", "idempotency_key"}
+		if v := new(deployRequest); try(body, v, deploy...) && len(body) < maxBody/8 {
+			again(v, new(deployRequest), deploy...)
+			_ = checkForm(v.IdempotencyKey, *v.ExpectedGeneration)
+			if imageForm.MatchString(v.Image) && !strings.HasPrefix(digestOf(v.Image), "sha256:") {
+				t.Errorf("%q is an image without a digest", v.Image)
+			}
+		}
+		if v := new(rollbackRequest); try(body, v, deploy[2:]...) && len(body) < maxBody/8 {
+			again(v, new(rollbackRequest), deploy[2:]...)
+		}
+		if v := new(fsckRequest); try(body, v, "restore") && len(body) < maxBody/8 {
+			again(v, new(fsckRequest), "restore")
+		}
+	})
+}
+
+// FuzzQuery: of no query more is taken than the route knows, and no wait is longer than it may be.
+func FuzzQuery(f *testing.F) {
+	for _, q := range []string{"", "wait=30", "wait=60&after_state=probation", "wait=1&wait=2", "wait=NaN", "wait=0x1p-1", "%zz", "a;b", "wait=1e-320"} {
+		f.Add(q)
+	}
+	f.Fuzz(func(t *testing.T, query string) {
+		r := httptest.NewRequest("GET", "http://toad/v1/operations/"+noSuchID, nil)
+		r.URL.RawQuery = query
+		if checkQuery(r, []string{"wait", "after_state"}) != nil {
+			return
+		}
+		for name := range r.URL.Query() {
+			if name != "wait" && name != "after_state" {
+				t.Errorf("%q: %q is let through", query, name)
+			}
+		}
+		if d, err := waitOf(r); err == nil && (d < 0 || d > maxWait) {
+			t.Errorf("%q waits %s", query, d)
 		}
 	})
 }

@@ -961,6 +961,9 @@ func statusLines(s wireService) []string {
 	}
 	if s.Enrollment.Valid {
 		say("enrollment", "valid, %s", s.Enrollment.Repository)
+		if s.Enrollment.DiffersFromCurrent {
+			say("", "it changed since the current revision: the next deployment takes it up")
+		}
 	} else {
 		say("enrollment", "invalid: %s", cmp.Or(s.Enrollment.Problem, "no reason given"))
 	}

@@ -92,13 +92,18 @@ type fakeToad struct {
 	intercept func(w http.ResponseWriter, method string, n int) bool
 }
 
+// quietService is a service of which there is little to tell.
+func quietService() wireService {
+	return wireService{Service: "hello", Generation: 7, Health: wireHealth{State: "unknown"}, Actions: []wireAction{}}
+}
+
 func newFakeToad(t *testing.T, steps ...wireOperation) *fakeToad {
 	dir, err := os.MkdirTemp("", "toad") // t.TempDir may be too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	f := &fakeToad{t: t, socket: filepath.Join(dir, "toad.sock"), steps: steps}
-	f.service = wireService{Service: "hello", Generation: 7}
+	f.service = quietService()
 	t.Cleanup(func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
@@ -117,7 +122,7 @@ func (f *fakeToad) start() {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.server = &http.Server{Handler: f}
+	f.server = &http.Server{Handler: described(f.t, f)}
 	go f.server.Serve(l)
 }
 
@@ -156,8 +161,9 @@ func (f *fakeToad) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case r.URL.Path == "/v1/services":
 		cliAnswer(w, 200, wireServices{Services: []wireService{f.service}})
 	case r.URL.Path == "/v1/services/hello/operations":
-		cliAnswer(w, 200, wireOperations{Operations: f.steps, Next: cliID})
+		cliAnswer(w, 200, wireOperations{Operations: append([]wireOperation{}, f.steps...), Next: cliID})
 	case r.URL.Path == "/v1/operations/"+cliID+"/log":
+		w.Header().Set("Content-Type", "application/x-ndjson")
 		for _, l := range f.log {
 			json.NewEncoder(w).Encode(l)
 		}
@@ -180,14 +186,27 @@ func (f *fakeToad) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			f.steps = f.steps[1:]
 		}
 	default:
-		cliAnswer(w, 404, problem{Title: "not found", Status: 404, Code: "not_found"})
+		refuseWith(w, refuse("not_found", "there is no such thing"))
 	}
 }
 
 func cliAnswer(w http.ResponseWriter, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
+	switch v := v.(type) {
+	case problem:
+		w.Header().Set("Content-Type", "application/problem+json")
+	case wireOperation:
+		w.Header().Set("Location", "/v1/operations/"+v.ID)
+	}
 	w.WriteHeader(status)
 	json.NewEncoder(w).Encode(v)
+}
+
+// refuseWith answers with a refusal as the server does.
+func refuseWith(w http.ResponseWriter, e *apiError) {
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(e.Status)
+	json.NewEncoder(w).Encode(e.problem)
 }
 
 // cliDrop ends a request without an answer.
@@ -332,10 +351,10 @@ func TestClientDeployRefused(t *testing.T) {
 	}{
 		{problem{Title: "stale generation", Status: 409, Code: "stale_generation", Detail: "hello is at generation 9", CurrentGeneration: &generation},
 			[]string{"toad: deploying hello: hello is at generation 9 (stale_generation, current generation 9)\n", "hint: read the generation again: toad status hello"}},
-		{problem{Title: "rollout active", Status: 409, Code: "rollout_active", OperationID: cliID, CurrentGeneration: &generation},
+		{problem{Title: "rollout active", Status: 409, Code: "rollout_active", Detail: "an operation is under way", OperationID: cliID, CurrentGeneration: &generation},
 			[]string{"(rollout_active", "toad watch " + cliID}},
-		{problem{Title: "invalid request", Status: 400, Code: "invalid_request", Field: "image"}, []string{"invalid request (field image) (invalid_request)"}},
-		{problem{Title: "state unavailable", Status: 503, Code: "state_unavailable"}, []string{"(state_unavailable)", "toad status hello"}},
+		{problem{Title: "invalid request", Status: 400, Code: "invalid_request", Detail: "image is missing", Field: "image"}, []string{"image is missing (field image) (invalid_request)"}},
+		{problem{Title: "state unavailable", Status: 503, Code: "state_unavailable", Detail: "the records cannot be read"}, []string{"(state_unavailable)", "toad status hello"}},
 	}
 	for _, tt := range tests {
 		t.Run(tt.problem.Code, func(t *testing.T) {
@@ -376,7 +395,7 @@ func TestClientDeployAnswerLost(t *testing.T) {
 		case method == http.MethodPost && n == 1:
 			cliDrop()
 		case method == http.MethodPost && n == 2:
-			cliAnswer(w, 503, problem{Title: "state unavailable", Status: 503, Code: "state_unavailable"})
+			cliAnswer(w, 503, problem{Title: "state unavailable", Status: 503, Code: "state_unavailable", Detail: "the records cannot be read"})
 			return true
 		}
 		return false
@@ -399,12 +418,12 @@ func TestClientFollowAcrossRestart(t *testing.T) {
 			f.restart()
 			cliDrop()
 		case method == http.MethodGet && n == 3: // it is there, and still reads its records
-			cliAnswer(w, 503, problem{Title: "state unavailable", Status: 503, Code: "state_unavailable"})
+			cliAnswer(w, 503, problem{Title: "state unavailable", Status: 503, Code: "state_unavailable", Detail: "the records cannot be read"})
 			return true
 		case method == http.MethodGet && n == 4: // half an cliAnswer
 			w.Header().Set("Content-Length", "1000")
 			io.WriteString(w, `{"id":`)
-			return true
+			cliDrop()
 		}
 		return false
 	}
@@ -440,7 +459,7 @@ func TestClientInterrupt(t *testing.T) {
 				if method == tt.method && n == tt.n {
 					interrupt()
 					<-gone // no answer before the client has left
-					return true
+					cliDrop()
 				}
 				return false
 			}
@@ -532,11 +551,11 @@ func TestClientPace(t *testing.T) {
 
 func TestClientRollback(t *testing.T) {
 	promoted := cliOp("preparing", "activating", "probation", "promoting", "promoted")
-	back := cliFailure(cliOp("preparing", "activating", "probation", "rolling_back", "rolled_back"), failure{Code: "requested"})
-	cancelled := cliFailure(cliOp("preparing", "failed"), failure{Code: "requested"})
-	removed := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "no_rollback_target", Cause: "requested"})
-	removedAnyway := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "no_rollback_target", Cause: "unit_failed"})
-	broken := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "rollback_failed", Cause: "requested"})
+	back := cliFailure(cliOp("preparing", "activating", "probation", "rolling_back", "rolled_back"), failure{Code: "requested", Summary: "ended by request of local"})
+	cancelled := cliFailure(cliOp("preparing", "failed"), failure{Code: "requested", Summary: "ended by request of local"})
+	removed := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "no_rollback_target", Summary: "it went wrong", Cause: "requested"})
+	removedAnyway := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "no_rollback_target", Summary: "it went wrong", Cause: "unit_failed"})
+	broken := cliFailure(cliOp("preparing", "activating", "rolling_back", "failed"), failure{Code: "rollback_failed", Summary: "it went wrong", Cause: "requested"})
 	const (
 		readService = "GET /v1/services/hello"
 		endIt       = "POST /v1/operations/" + cliID + "/rollback"
@@ -583,7 +602,7 @@ func TestClientRollback(t *testing.T) {
 
 // The operation may end before a lost answer is asked for again: what it was asked is what counts.
 func TestClientRollbackAnswerLost(t *testing.T) {
-	cancelled := cliFailure(cliOp("preparing", "failed"), failure{Code: "requested"})
+	cancelled := cliFailure(cliOp("preparing", "failed"), failure{Code: "requested", Summary: "ended by request of local"})
 	for _, requested := range []bool{true, false} {
 		cancelled.RollbackRequested = requested
 		f := newFakeToad(t, cancelled)
@@ -591,7 +610,7 @@ func TestClientRollbackAnswerLost(t *testing.T) {
 			if method == http.MethodPost && n == 1 {
 				cliDrop()
 			} else if method == http.MethodPost {
-				cliAnswer(w, 409, problem{Title: "not rollbackable", Status: 409, Code: "not_rollbackable"})
+				cliAnswer(w, 409, problem{Title: "not rollbackable", Status: 409, Code: "not_rollbackable", Detail: "the operation has ended"})
 				return true
 			}
 			return false
@@ -683,7 +702,7 @@ hello: held: still there: process 4711 of the unit
 		t.Errorf("%v: %s", err, stdout)
 	}
 
-	f.service = wireService{Service: "hello", Enrollment: wireEnrollment{Valid: true, Repository: "registry.example.org/apps/hello"}, Health: wireHealth{State: "stopped"}}
+	f.service = wireService{Service: "hello", Enrollment: wireEnrollment{Valid: true, Repository: "registry.example.org/apps/hello"}, Health: wireHealth{State: "stopped"}, Actions: []wireAction{}}
 	_, stdout, _ = f.toad("status", "hello")
 	want = `service     hello, generation 0
 current     none: nothing was promoted yet
@@ -695,7 +714,7 @@ enrollment  valid, registry.example.org/apps/hello
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 
-	f.service = wireService{Service: "hello", Problem: "service.json: checksum", Enrollment: wireEnrollment{Valid: true, Repository: "r"},
+	f.service = wireService{Service: "hello", Problem: "service.json: checksum", Enrollment: wireEnrollment{Valid: true, Repository: "r"}, Health: wireHealth{State: "unknown"},
 		Actions: []wireAction{{Name: "deploy", Reason: "state_unavailable"}}}
 	_, stdout, _ = f.toad("status", "hello")
 	want = `service     hello
@@ -720,7 +739,7 @@ hello: state unavailable: service.json: checksum
 func TestClientHistory(t *testing.T) {
 	f := newFakeToad(t, cliOp("preparing"),
 		cliFailure(cliOp("preparing", "rolled_back"), failure{Code: "requested", Summary: "ended by request of local"}), cliOp("preparing", "promoted"))
-	status, stdout, stderr := f.toad("history", "hello", "--limit", "3", "--before", "x&y")
+	status, stdout, stderr := f.toad("history", "hello", "--limit", "3", "--before", cliID)
 	want := `WHEN                  OPERATION                   GENERATION  DIGEST               WHO    OUTCOME               WHY
 2026-11-24 09:30:00Z  ` + cliID + `  8           sha256:111111111111  local  under way: preparing  -
 2026-11-24 09:30:00Z  ` + cliID + `  8           sha256:111111111111  local  rolled_back           requested: ended by request of local
@@ -730,7 +749,14 @@ func TestClientHistory(t *testing.T) {
 		t.Errorf("status %d (-want +got):\n%s", status, diff)
 	}
 	wantParts(t, "stderr", stderr, "older ones: toad history hello --limit 3 --before "+cliID)
-	f.seen(t, "GET /v1/services/hello/operations?before=x%26y&limit=3")
+	f.intercept = func(w http.ResponseWriter, _ string, _ int) bool {
+		refuseWith(w, invalid("before", "before must be an operation's id"))
+		return true
+	}
+	if status, _, stderr := f.toad("history", "hello", "--before", "x&y"); status != exitRefused {
+		t.Errorf("status %d, %s", status, stderr)
+	}
+	f.seen(t, "GET /v1/services/hello/operations?before="+cliID+"&limit=3", "GET /v1/services/hello/operations?before=x%26y&limit=20")
 }
 
 func cliLog(n int) (lines []wireLogLine, text string) {
@@ -773,13 +799,14 @@ func TestClientLogFollow(t *testing.T) {
 		if show == 0 {
 			return false
 		}
+		w.Header().Set("Content-Type", "application/x-ndjson")
 		for _, l := range log[:show] {
 			json.NewEncoder(w).Encode(l)
 		}
 		switch n {
 		case 1: // in the middle of a line
 			io.WriteString(w, `{"seq":3,"at"`)
-			w.(http.Flusher).Flush()
+			_ = http.NewResponseController(w).Flush()
 			cliDrop()
 		case 3: // the server stops and ends its streams as if all was told
 		}
@@ -947,7 +974,7 @@ func TestClientServeFlags(t *testing.T) {
 		want := map[string]string{
 			"bus": "unix:path=/run/toad/bus", "podman": "unix:///run/toad/podman/podman.sock", "quadlets": "/quadlet", "data": "/data",
 			"enrollment": "/enrollment", "listen": ":8440", "web-listen": ":8441", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
-			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets",
+			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets", "watchdog": "0s",
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)

@@ -27,9 +27,17 @@ func remainsOf(err error) []string {
 	return r
 }
 
-// owns sees that the unit's name and file are this service's own or nobody's.
+// owns sees that the unit's name and file are this service's own or nobody's. Every write to the Quadlet
+// directory comes after it: nothing else of that directory is ever Toad's to write, so a directory of the
+// service that leads elsewhere, to infrastructure's units perhaps, is refused.
 func (s *service) owns(ctx context.Context, rev *revision) error {
 	unit := rev.Enrollment.Unit
+	if !serviceID.MatchString(s.name) || !unitRE.MatchString(unit) {
+		return failed("unit_not_owned", nil, unit)
+	}
+	if st, err := os.Lstat(filepath.Dir(s.unitPath(unit))); err == nil && !st.IsDir() {
+		return failed("unit_not_owned", fmt.Errorf("%s is no directory", filepath.Dir(s.unitPath(unit))), unit)
+	}
 	if b, err := os.ReadFile(s.unitPath(unit)); err == nil {
 		if m, ok := parseMarker(b); !ok || !s.wrote(m) {
 			return failed("unit_not_owned", nil, unit)

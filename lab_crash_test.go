@@ -184,8 +184,8 @@ func quick(s *labService) {
 
 // Toad is killed for real before and after every kind of durable change, in every state, of a deployment
 // that is promoted and of one that is rolled back. `go test -run 'TestLabKilled.*/promoted/NAME'` runs one
-// of them. By default it is the one place after each commit of the record; -every-boundary has all. What
-// happens between the steps of one write (a temporary file is left) is explored on the in-memory host.
+// of them. -every-boundary has all; else it is the places after the commits of the record, a third of them
+// each day. What happens between the steps of one write (a temporary file is left) is explored on the in-memory host.
 func TestLabKilledAtEachBoundary(t *testing.T) {
 	l := theLab(t)
 	l.installHooked(t)
@@ -215,6 +215,7 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 		return op
 	}
 	done := map[string]bool{}
+	today := func(i int) bool { return *everyBoundary || (i+time.Now().YearDay())%3 == 0 }
 	change := regexp.MustCompile(` syncdir killed$`)
 	if *everyBoundary {
 		change = regexp.MustCompile(` (replace|append|remove|mkdir) | syncdir killed$`)
@@ -235,7 +236,9 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 			if done[name] || !change.MatchString(name) {
 				continue
 			}
-			done[name] = true
+			if done[name] = true; !today(len(done)) {
+				continue
+			}
 			t.Run(scenario.name+"/"+strings.ReplaceAll(name, "/", "."), func(t *testing.T) {
 				s := &labService{lab: s.lab, t: t, name: s.name, en: s.en, tmpl: s.tmpl}
 				image := bad
@@ -263,7 +266,7 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 	}
 }
 
-// The host is reset hard in every state.
+// The host is reset hard in every state: with -every-boundary in all of them, else in a third each day.
 func TestLabRebootInEachState(t *testing.T) {
 	l := theLab(t)
 	l.installHooked(t)
@@ -277,7 +280,7 @@ func TestLabRebootInEachState(t *testing.T) {
 	good, bad := s.image("VERSION=1"), s.image("VERSION=3", "CRASH=1")
 	next := s.image("VERSION=2")
 	s.promote(good)
-	for _, tt := range []struct {
+	for i, tt := range []struct {
 		at    string // the boundary
 		image string
 		state string
@@ -293,6 +296,9 @@ func TestLabRebootInEachState(t *testing.T) {
 		{"rolling_back/start syncdir killed", bad, "rolled_back"},
 		{"rolling_back/verify syncdir killed", bad, "rolled_back"},
 	} {
+		if !*everyBoundary && (i+time.Now().YearDay())%3 != 0 {
+			continue
+		}
 		t.Run(strings.ReplaceAll(tt.at, "/", "."), func(t *testing.T) {
 			s := &labService{lab: s.lab, t: t, name: s.name, en: s.en, tmpl: s.tmpl}
 			before := s.view().Current.Image

@@ -528,7 +528,7 @@ func TestLabBrokenQuadlets(t *testing.T) {
 		l.exec(t, "systemctl --user daemon-reload")
 	}
 	t.Cleanup(func() {
-		l.try("sh", "-c", "cd .config/containers/systemd && rm -f broken-one/zz.container zz.container && systemctl --user daemon-reload")
+		l.try("sh", "-c", "cd .config/containers/systemd && rm -f broken-one/zz.container zz.container _infra/*/zz.container && systemctl --user daemon-reload")
 	})
 
 	// In one service's own directory.
@@ -552,13 +552,26 @@ func TestLabBrokenQuadlets(t *testing.T) {
 	l.exec(t, "rm .config/containers/systemd/broken-one/zz.container && systemctl --user daemon-reload")
 	one.promote(one.image("VERSION=2"))
 
-	// Beside Toad's own unit and the networks: refused before anything stops, told for each.
+	// In the top directory there is nothing to lose: infrastructure's files have directories of their own.
+	garbage(".config/containers/systemd/zz.container")
+	one.promote(one.image("VERSION=3"))
+	if strings.Contains(events(""), `"type":"unit-lost"`) {
+		t.Error("Toad's own unit was lost to a file in the top directory")
+	}
+	l.exec(t, "rm .config/containers/systemd/zz.container && systemctl --user daemon-reload")
+
+	// Beside Toad's own unit: told, and deployments go on.
+	garbage(".config/containers/systemd/_infra/toad/zz.container")
+	one.promote(one.image("VERSION=4"))
+	one.eventually("the loss of Toad's own unit is told", func() bool { return strings.Contains(events(""), `"type":"unit-lost"`) })
+	l.exec(t, "rm .config/containers/systemd/_infra/toad/zz.container && systemctl --user daemon-reload")
+
+	// Beside the network of the services: refused before anything stops.
 	one.untouched(func() {
 		two.untouched(func() {
-			garbage(".config/containers/systemd/zz.container")
-			one.expect(one.deploy(one.image("VERSION=3")), "failed", "unit_invalid")
-			one.eventually("the loss of Toad's own unit is told", func() bool { return strings.Contains(events(""), `"type":"unit-lost"`) })
-			l.exec(t, "rm .config/containers/systemd/zz.container && systemctl --user daemon-reload")
+			garbage(".config/containers/systemd/_infra/apps/zz.container")
+			one.expect(one.deploy(one.image("VERSION=5")), "failed", "unit_invalid")
+			l.exec(t, "rm .config/containers/systemd/_infra/apps/zz.container && systemctl --user daemon-reload")
 		})
 	})
 	third := one.image("VERSION=3")

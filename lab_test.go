@@ -37,10 +37,10 @@ var startLab = sync.OnceValues(func() (*lab, error) {
 	if l.name == "" {
 		l.name = "toad-test"
 	}
-	l.http = &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	l.http = &http.Client{Transport: describedTransport{&http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", l.path("/home/toad/.local/share/toad/run/toad.sock"))
-	}}}
+	}}}}
 	// Two runs in one lab would each undo what the other does.
 	if err := os.MkdirAll(labDir(), 0o755); err != nil {
 		return nil, err
@@ -63,7 +63,7 @@ var startLab = sync.OnceValues(func() (*lab, error) {
 // wipe removes every enrolled service's instance, unit, enrollment and record.
 const wipe = `systemctl --user stop toad.service 2>/dev/null
 for d in ~/.config/containers/systemd/*/; do
-  case $d in *.container.d/) continue;; esac
+  case $d in */_infra/) continue;; esac
   for u in "$d"*.container; do [ -e "$u" ] && systemctl --user stop "$(basename "$u" .container).service"; done
   rm -rf "$d"
 done
@@ -234,7 +234,7 @@ func (l *lab) mustCall(t testing.TB, method, path string, body, into any) *probl
 		if err == nil && (p == nil || p.Code != "state_unavailable" && p.Code != "shutting_down") {
 			return p
 		}
-		if time.Now().After(end) {
+		if time.Now().After(end) || errors.Is(err, errNotDescribed) {
 			t.Fatalf("%s %s: %v %+v", method, path, err, p)
 		}
 	}

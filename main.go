@@ -92,6 +92,7 @@ import (
 	"strings"
 	"syscall"
 	"text/tabwriter"
+	"time"
 
 	"github.com/peterbourgon/ff/v3"
 	"github.com/peterbourgon/ff/v3/ffcli"
@@ -286,6 +287,8 @@ type serveConfig struct {
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
 	reserved   []string // names no service may claim
+
+	watchdog time.Duration // a third of it apart systemd is told that Toad lives; 0: never
 }
 
 func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
@@ -305,6 +308,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 		return nil
 	})
 	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
+	fs.DurationVar(&cfg.watchdog, "watchdog", 0, "`period` in which systemd wants a sign of life, the unit's WatchdogSec=; 0: none")
 	return &ffcli.Command{
 		Name:       "serve",
 		ShortUsage: "toad serve [FLAGS]",
@@ -314,6 +318,9 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 		Exec: func(ctx context.Context, args []string) error {
 			if err := wantArgs("serve", args); err != nil {
 				return err
+			}
+			if cfg.watchdog != 0 && cfg.watchdog < time.Second {
+				return usageError(fmt.Sprintf("--watchdog %v: want at least 1s", cfg.watchdog), "give it what WatchdogSec= in the unit says")
 			}
 			cfg.reserved = splitNames(*reserved)
 			return serve(ctx, cfg, newLog(stdout, stderr))

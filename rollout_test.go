@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -200,10 +201,17 @@ func (w testWriter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// boundary checks the invariants after every write of service.json.
+// ownQuadlet is what Toad may write in the Quadlet directory: a service's directory, its unit, and the unit
+// before it.
+var ownQuadlet = regexp.MustCompile(`^[a-z0-9-]+(/[a-z0-9_-]+\.container(\.prev)?)?$`)
+
+// boundary checks where is written, and the invariants after every write of service.json.
 func (w *world) boundary(step, path string) error {
 	if err := w.alive(); err != nil {
 		return err
+	}
+	if rel, err := filepath.Rel(w.h.quadlets, path); err == nil && !strings.HasPrefix(rel, "..") && step != "syncdir" && !ownQuadlet.MatchString(rel) {
+		w.t.Errorf("%s of %s in the Quadlet directory, which is not QUADLETS/<service>/<unit>", step, rel)
 	}
 	// The record is in place: it is judged by what is there now, whatever comes next.
 	if step == "syncdir" && path == w.data.serviceFile(w.en.Service) {
@@ -946,6 +954,21 @@ func TestUnitNotOwned(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The service's directory leads to where infrastructure keeps units of its own: nothing is written there.
+func TestUnitDirectoryThatLeadsElsewhere(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		infra := filepath.Join(w.h.quadlets, "_infra", "toad")
+		must(t, os.MkdirAll(infra, 0o700))
+		must(t, os.Symlink(infra, filepath.Dir(w.s.unitPath(w.en.Unit))))
+		w.expect(w.await(w.submit(w.push("v1", app{})).ID), hasFailed, "unit_not_owned")
+		files, err := os.ReadDir(infra)
+		must(t, err)
+		if len(files) > 0 || len(w.h.mutations) > 0 {
+			t.Errorf("something was touched: %v, %v", files, w.h.mutations)
+		}
+	})
 }
 
 func TestRefusedBeforeAnythingStops(t *testing.T) { // E4, S5

@@ -110,6 +110,38 @@ const busPatience = 30 * time.Second
 // ownUnit is the unit that runs Toad itself.
 const ownUnit = "toad.service"
 
+// watchManager looks at Toad's own unit and at the bus until the bus has refused connections for long, which
+// is its error, or ctx ends. A manager that hangs holds up this alone.
+func (d *daemon) watchManager(ctx context.Context, sd *systemd) error {
+	var gone time.Time
+	lost := false
+	tick := time.NewTicker(5 * time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		// A file that the generator cannot load takes Toad's own unit with it: told, and nothing more.
+		if st, err := sd.Unit(ctx, ownUnit); err == nil && (st.LoadState == "not-found") != lost {
+			if lost = !lost; lost {
+				d.log.Error("unit-lost", "unit", ownUnit)
+				if err := d.data.ownEvent("unit-lost", ownUnit+" is not loaded any more: a file beside it cannot be read, or it is gone"); err != nil {
+					d.log.Error("writing toad's own event", "err", err)
+				}
+			}
+		}
+		if _, err := sd.Incarnation(ctx); !errors.Is(err, errBusGone) {
+			gone = time.Time{}
+		} else if gone.IsZero() {
+			gone = time.Now()
+		} else if time.Since(gone) > busPatience {
+			return fmt.Errorf("the user bus has refused connections for %s: %w", busPatience, err)
+		}
+	}
+}
+
 // serve runs the server until ctx ends, which is a clean end, or until it cannot go on.
 func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	data, err := openData(cfg.data, cfg.quadlets)
@@ -190,33 +222,25 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 			time.Sleep(time.Second)
 		}
 	}()
-	var gone time.Time
-	lost := false
-	tick := time.NewTicker(5 * time.Second)
-	defer tick.Stop()
+	watched := make(chan error, 1)
+	d.wg.Go(func() { watched <- d.watchManager(rctx, sd) })
+	// This loop calls nothing of the host's: one that hangs does not keep it from saying that Toad lives.
+	var alive <-chan time.Time
+	if cfg.watchdog > 0 {
+		tick := time.NewTicker(cfg.watchdog / 3)
+		defer tick.Stop()
+		alive = tick.C
+	}
 	for end := false; !end; {
 		select {
 		case <-ctx.Done():
 			end = true
 		case err = <-served:
 			end = true
-		case <-tick.C:
-			// A file that the generator cannot load takes Toad's own unit with it: told, and nothing more.
-			if st, err := sd.Unit(ctx, ownUnit); err == nil && (st.LoadState == "not-found") != lost {
-				if lost = !lost; lost {
-					log.Error("unit-lost", "unit", ownUnit)
-					if err := data.ownEvent("unit-lost", ownUnit+" is not loaded any more: a file beside it cannot be read, or it is gone"); err != nil {
-						log.Error("writing toad's own event", "err", err)
-					}
-				}
-			}
-			if _, berr := sd.Incarnation(ctx); !errors.Is(berr, errBusGone) {
-				gone = time.Time{}
-			} else if gone.IsZero() {
-				gone = time.Now()
-			} else if time.Since(gone) > busPatience {
-				err, end = fmt.Errorf("the user bus has refused connections for %s: %w", busPatience, berr), true
-			}
+		case err = <-watched:
+			end = true
+		case <-alive:
+			notify("WATCHDOG=1")
 		}
 	}
 

@@ -107,6 +107,7 @@ type live struct {
 	container   lookedContainer
 	claimedBy   int64
 	outcomes    map[state]int // operations that ended since Toad's start
+	compared    comparison
 }
 
 // health is runtime health, apart from any outcome.
@@ -556,6 +557,34 @@ func (s *service) claim() (claim, bool) {
 		s.live.claimed, s.live.claimedBy = claim{unit: rev.Enrollment.Unit, container: rev.Container}, g
 	}
 	return s.live.claimed, true
+}
+
+// comparison is whether an enrollment is another than the one that a revision was accepted under.
+type comparison struct {
+	generation int64
+	hash       string // of the enrollment
+	differs    bool
+}
+
+// differs tells that the enrollment in force is not the current revision's: it takes effect with the next
+// deployment. The disk is read once for each of both.
+func (s *service) differs(en enrolled) bool {
+	r := s.rec.Load()
+	if r == nil || r.Current == nil {
+		return false
+	}
+	s.live.Lock()
+	defer s.live.Unlock()
+	if c := s.live.compared; c.generation == r.Current.Generation && c.hash == en.Hash {
+		return c.differs
+	}
+	rev, err := s.data.revision(s.name, r.Current.Generation)
+	if err != nil {
+		return false // fsck says it
+	}
+	unit := renderUnit(en, unitIdentity{DataID: s.data.id, Service: s.name, Generation: rev.Generation, Operation: rev.Operation, Image: rev.Image})
+	s.live.compared = comparison{rev.Generation, en.Hash, rev.Enrollment != en.enrollment || !bytes.Equal(unit, rev.unit)}
+	return s.live.compared.differs
 }
 
 func (s *service) images() string { return s.data.serviceFile(s.name, "images") }

@@ -102,6 +102,7 @@ func TestTokenMatrix(t *testing.T) { // E10
 			"GET /v1/events":                        {"/v1/events?service=hello", "/v1/events?service=other", "/v1/events?service=nobody", "", "", "", 200, ""},
 			"GET /v1/audit":                         {path: "/v1/audit"},
 			"GET /metrics":                          {path: "/metrics"},
+			"GET /v1/openapi.json":                  {path: "/v1/openapi.json", status: 200},
 			"GET /v1/services/{service}":            service("", "", 200, ""),
 			"GET /v1/services/{service}/operations": service("/operations", "", 200, ""),
 			"POST /v1/services/{service}/rollback":  service("/rollback", back, 409, "not_rollbackable"),
