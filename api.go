@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -13,6 +14,7 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"math"
 	"net/http"
 	"net/url"
 	"path"
@@ -47,6 +49,14 @@ type deployRequest struct {
 type rollbackRequest struct {
 	ExpectedGeneration *int64 `json:"expected_generation"`
 	IdempotencyKey     string `json:"idempotency_key"`
+}
+
+type reconcileRequest struct {
+	OperationID string `json:"operation_id"`
+}
+
+type retireRequest struct {
+	Generation *int64 `json:"generation"`
 }
 
 type wireRevision struct {
@@ -120,6 +130,24 @@ type wireAction struct {
 	Reason  string `json:"reason,omitempty"` // an error code
 }
 
+type wireSuspended struct {
+	Since   wireTime `json:"since"`
+	By      string   `json:"by"`
+	Remains []string `json:"remains"` // what is still there, in public words
+}
+
+type wireBarrier struct {
+	OperationID string   `json:"operation_id"`
+	RaisedAt    wireTime `json:"raised_at"`
+}
+
+type wireRetired struct {
+	Since   wireTime `json:"since"`
+	By      string   `json:"by"`
+	Done    bool     `json:"done"`    // its instance, its unit and its images are gone
+	Remains []string `json:"remains"` // what is still there, in public words
+}
+
 type wireHeld struct {
 	OperationID string   `json:"operation_id"`
 	Since       wireTime `json:"since"`
@@ -153,7 +181,10 @@ type wireService struct {
 	Rollback        *wireRollback  `json:"rollback"`
 	ActiveOperation *wireOperation `json:"active_operation"`
 	LastOperation   *wireOperation `json:"last_operation"`
+	Barrier         *wireBarrier   `json:"barrier"`
+	Suspended       *wireSuspended `json:"suspended"`
 	Held            *wireHeld      `json:"held"`
+	Retired         *wireRetired   `json:"retired"`
 	Installed       bool           `json:"installed"`
 	Enrollment      wireEnrollment `json:"enrollment"`
 	Health          wireHealth     `json:"health"`
@@ -195,6 +226,7 @@ type problem struct {
 	Code              string `json:"code"`
 	Detail            string `json:"detail,omitempty"`
 	Field             string `json:"field,omitempty"`
+	Verb              string `json:"verb,omitempty"`
 	CurrentGeneration *int64 `json:"current_generation,omitempty"`
 	OperationID       string `json:"operation_id,omitempty"`
 }
@@ -202,7 +234,9 @@ type problem struct {
 // apiError is a refusal: what the client is told, and nothing else of why.
 type apiError struct {
 	problem
-	err error // for the journal
+	err   error         // for the journal
+	local string        // what the administration socket is told besides
+	retry time.Duration // when to come again
 }
 
 func (e *apiError) Error() string { return e.Code + ": " + e.Detail }
@@ -210,8 +244,9 @@ func (e *apiError) Unwrap() error { return e.err }
 
 // statuses maps each code to its HTTP status.
 var statuses = map[string]int{
-	"invalid_request": 400, "not_found": 404,
+	"invalid_request": 400, "unauthorized": 401, "forbidden": 403, "not_found": 404, "too_many_requests": 429,
 	"stale_generation": 409, "rollout_active": 409, "held": 409, "not_rollbackable": 409,
+	"rollback_barrier": 409, "suspended": 409, "no_revision": 409, "enrolled": 409,
 	"key_reused": 422, "repository_not_allowed": 422, "enrollment_invalid": 422,
 	"state_unavailable": 503, "shutting_down": 503, "internal": 500,
 }
@@ -226,38 +261,197 @@ func invalid(field, format string, args ...any) *apiError {
 	return e
 }
 
-// maxBody bounds a request's body.
-const maxBody = 16 << 10
+func tooMany(retry time.Duration, format string, args ...any) *apiError {
+	e := refuse("too_many_requests", format, args...)
+	e.retry = retry
+	return e
+}
+
+// What a request and its answer may take.
+const (
+	maxBody   = 16 << 10
+	bodyTime  = 10 * time.Second // for the body to arrive
+	writeTime = 30 * time.Second // for what was written to be taken
+)
 
 // maxWait bounds a long poll.
 const maxWait = 60 * time.Second
 
+// route is one thing that may be asked for.
+type route struct {
+	pattern string
+	unix    bool   // it is there on the administration socket
+	verb    string // that a token needs for it over TCP; "": it is not there
+	serve   func(w http.ResponseWriter, r *http.Request) error
+	params  []string // of its query
+}
+
+func (d *daemon) routes() []route {
+	return []route{
+		{"POST /v1/deployments", true, "deploy", d.postDeployment, []string{"dry_run"}},
+		{"GET /v1/operations/{id}", true, "read", d.getOperation, []string{"wait", "after_state"}},
+		{"GET /v1/operations/{id}/log", true, "read", d.getLog, []string{"follow"}},
+		{"GET /v1/operations/{id}/output", true, "", d.getOutput, nil},
+		{"POST /v1/operations/{id}/rollback", true, "rollback", d.postOperationRollback, nil},
+		{"GET /v1/services", true, "read", d.getServices, nil},
+		{"GET /v1/services/{service}", true, "read", d.getService, nil},
+		{"GET /v1/services/{service}/operations", true, "read", d.getOperations, []string{"limit", "before"}},
+		{"POST /v1/services/{service}/rollback", true, "rollback", d.postServiceRollback, nil},
+		{"POST /v1/services/{service}/reconcile", true, "deploy", d.postReconcile, nil},
+		{"POST /v1/services/{service}/suspend", true, "", d.postSuspend, nil},
+		{"POST /v1/services/{service}/resume", true, "", d.postResume, nil},
+		{"POST /v1/services/{service}/retire", true, "", d.postRetire, nil},
+		{"POST /v1/rollback", false, "rollback", d.postServiceRollback, nil},
+		{"GET /v1/events", true, "read", d.getEvents, []string{"service", "after", "wait"}},
+		{"GET /v1/version", true, "read", getVersion, nil},
+		{"GET /v1/health", true, "read", d.getHealth, nil},
+		{"POST /v1/tokens", true, "", d.postToken, nil},
+		{"GET /v1/tokens", true, "", d.getTokens, []string{"service"}},
+		{"DELETE /v1/tokens/{id}", true, "", d.deleteToken, nil},
+		{"GET /metrics", true, "", d.getMetrics, nil},
+		{"GET /v1/audit", true, "", d.getAudit, []string{"service"}},
+		{"POST /v1/fsck", true, "", d.postFsck, nil},
+		{"GET /v1/backup", true, "", d.getBackup, nil},
+	}
+}
+
 // handler serves the administration socket: everything, for whoever the file system lets in.
 func (d *daemon) handler() http.Handler {
+	mux := d.mux(func(rt route) bool { return rt.unix })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		d.answer(mux, newReply(w, r), r)
+	})
+}
+
+// tcpHandler serves the holders of tokens: each for one service, and as if there were no other.
+func (d *daemon) tcpHandler() http.Handler {
+	mux := d.mux(func(rt route) bool { return rt.verb != "" })
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		t, c := d.tokens.holder(r.Header), caller{remote: true}
+		if t != nil {
+			c.token, c.service, c.verbs = t.ID, t.service, t.Verbs
+		}
+		ctx, end := context.WithCancel(context.WithValue(r.Context(), callerKey{}, c))
+		defer end()
+		out := newReply(w, r)
+		now := d.host.wall()
+		if t == nil || !t.valid(now) {
+			d.writeError(out, r.WithContext(ctx), unauthorized())
+			return
+		}
+		select {
+		case t.slots <- struct{}{}:
+			defer func() { <-t.slots }()
+		default:
+			d.writeError(out, r.WithContext(ctx), tooMany(time.Second, "this token has %d requests under way", tokenRequests))
+			return
+		}
+		t.used.Store(now.UnixMilli())
+		defer context.AfterFunc(t.ended, end)()
+		if t.ExpiresAt != nil {
+			defer time.AfterFunc(t.ExpiresAt.Sub(now), end).Stop()
+		}
+		r = r.WithContext(ctx)
+		out.ended = func() bool { return !t.valid(d.host.wall()) }
+		out.refuse = func() { d.writeError(&reply{ResponseWriter: w}, r, unauthorized()) }
+		d.answer(mux, out, r)
+		if !out.wrote && out.ended() {
+			out.WriteHeader(http.StatusOK)
+		}
+	})
+}
+
+// reply is an answer on its way: a client that does not take it is let go, and once its token has ended
+// nothing more of it is told.
+type reply struct {
+	http.ResponseWriter
+	ended  func() bool // nil on the administration socket
+	refuse func()
+	wrote  bool
+	over   bool
+}
+
+// newReply bounds what the client may take for the body of its request and for the answer.
+func newReply(w http.ResponseWriter, r *http.Request) *reply {
+	rc := http.NewResponseController(w)
+	_ = rc.SetWriteDeadline(time.Now().Add(writeTime))
+	if r.ContentLength != 0 {
+		_ = rc.SetReadDeadline(time.Now().Add(bodyTime))
+	}
+	return &reply{ResponseWriter: w}
+}
+
+func (w *reply) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+func (w *reply) WriteHeader(status int) {
+	_ = http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTime))
+	switch {
+	case w.over:
+	case !w.wrote && w.ended != nil && w.ended():
+		w.wrote, w.over = true, true
+		clear(w.Header())
+		w.refuse()
+	default:
+		w.wrote = true
+		w.ResponseWriter.WriteHeader(status)
+	}
+}
+
+func (w *reply) Write(b []byte) (int, error) {
+	if !w.wrote {
+		w.WriteHeader(http.StatusOK)
+	}
+	if w.over = w.over || w.ended != nil && w.ended(); w.over {
+		return 0, errTokenEnded
+	}
+	_ = http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTime))
+	return w.ResponseWriter.Write(b)
+}
+
+// FlushError is what a ResponseController calls.
+func (w *reply) FlushError() error {
+	if !w.wrote {
+		w.WriteHeader(http.StatusOK)
+	}
+	return http.NewResponseController(w.ResponseWriter).Flush()
+}
+
+// answer reads the body of a request and has it answered.
+func (d *daemon) answer(mux http.Handler, w *reply, r *http.Request) {
+	if r.ContentLength != 0 {
+		b, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
+		if err != nil {
+			d.writeError(w, r, invalid("", "the body could not be read"))
+			return
+		}
+		if len(b) <= maxBody { // else the rest of it is not waited for
+			_ = http.NewResponseController(w.ResponseWriter).SetReadDeadline(time.Time{})
+		}
+		r.Body = io.NopCloser(bytes.NewReader(b))
+	}
+	mux.ServeHTTP(w, r)
+}
+
+// mux finds the route of a request among those that are there.
+func (d *daemon) mux(there func(rt route) bool) http.Handler {
 	mux := http.NewServeMux()
-	handle := func(pattern string, h func(w http.ResponseWriter, r *http.Request) error, params ...string) {
-		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
-			err := checkQuery(r, params)
+	for _, rt := range d.routes() {
+		if !there(rt) {
+			continue
+		}
+		mux.HandleFunc(rt.pattern, func(w http.ResponseWriter, r *http.Request) {
+			err := callerOf(r).may(rt.verb)
 			if err == nil {
-				err = h(w, r)
+				err = checkQuery(r, rt.params)
+			}
+			if err == nil {
+				err = rt.serve(w, r)
 			}
 			if err != nil {
 				d.writeError(w, r, err)
 			}
 		})
 	}
-	handle("POST /v1/deployments", d.postDeployment)
-	handle("GET /v1/operations/{id}", d.getOperation, "wait", "after_state")
-	handle("GET /v1/operations/{id}/log", d.getLog, "follow")
-	handle("POST /v1/operations/{id}/rollback", d.postOperationRollback)
-	handle("GET /v1/services", d.getServices)
-	handle("GET /v1/services/{service}", d.getService)
-	handle("GET /v1/services/{service}/operations", d.getOperations, "limit", "before")
-	handle("POST /v1/services/{service}/rollback", d.postServiceRollback)
-	handle("GET /v1/version", func(w http.ResponseWriter, r *http.Request) error { return writeJSON(w, 200, buildVersion()) })
-	handle("GET /v1/health", d.getHealth)
-	handle("POST /v1/fsck", d.postFsck)
-	handle("GET /v1/backup", d.getBackup)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// The mux redirects a path that is not clean: here it is no route.
 		if _, pattern := mux.Handler(r); pattern == "" || path.Clean(r.URL.Path) != r.URL.Path {
@@ -313,7 +507,22 @@ func (d *daemon) writeError(w http.ResponseWriter, r *http.Request, err error) {
 	} else if e.err != nil {
 		d.log.Warn("refused", "path", r.URL.Path, "code", e.Code, "err", e.err)
 	}
-	b, _ := json.MarshalIndent(e.problem, "", "  ")
+	d.countRefusal(r, e.problem)
+	p := e.problem
+	switch c := callerOf(r); {
+	case c.local() && e.local != "":
+		p.Detail += ": " + e.local
+	case !c.local() && e.Code == "not_found": // what is not there and what is another's are told alike
+		p = refuse("not_found", "there is no such thing for this token").problem
+	}
+	switch {
+	case e.Status == http.StatusUnauthorized:
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		w.Header().Set("Connection", "close")
+	case e.retry > 0:
+		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(e.retry.Seconds()))))
+	}
+	b, _ := json.MarshalIndent(p, "", "  ")
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(e.Status)
@@ -351,7 +560,8 @@ func readBody(r *http.Request) ([]byte, error) {
 	return b, nil
 }
 
-// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it.
+// decode reads a body that carries exactly the named fields: none else, none twice, nothing after it. A
+// field named with a question mark may be missing.
 func decode(r *http.Request, v any, fields ...string) error {
 	b, err := readBody(r)
 	if err != nil {
@@ -360,6 +570,11 @@ func decode(r *http.Request, v any, fields ...string) error {
 	dec := json.NewDecoder(bytes.NewReader(b))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return invalid("", "the body must be one JSON object")
+	}
+	optional := map[string]bool{}
+	for i, f := range fields {
+		f, optional[strings.TrimSuffix(f, "?")] = strings.CutSuffix(f, "?")
+		fields[i] = f
 	}
 	seen := map[string]bool{}
 	for dec.More() {
@@ -390,15 +605,18 @@ func decode(r *http.Request, v any, fields ...string) error {
 		return invalid("", "something follows the JSON object")
 	}
 	for _, f := range fields {
-		if !seen[f] {
+		if !seen[f] && !optional[f] {
 			return invalid(f, "%s is missing", f)
 		}
 	}
 	var wrong *json.UnmarshalTypeError
 	if err := json.Unmarshal(b, v); errors.As(err, &wrong) {
 		kind := "string"
-		if wrong.Type.Kind() == reflect.Int64 {
+		switch wrong.Type.Kind() {
+		case reflect.Int64:
 			kind = "whole number"
+		case reflect.Slice:
+			kind = "list of strings"
 		}
 		return invalid(wrong.Field, "%s must be a %s", wrong.Field, kind)
 	} else if err != nil {
@@ -442,17 +660,34 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	case !imageForm.MatchString(req.Image):
 		return invalid("image", "image must be REPOSITORY@sha256:<64 hex digits>, fully qualified, with no tag")
 	}
+	r.SetPathValue("service", req.Service) // a refusal is an event of that service
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
-	s, err := d.service(req.Service)
+	dry := false
+	if v := r.URL.Query().Get("dry_run"); v != "" {
+		var err error
+		if dry, err = strconv.ParseBool(v); err != nil {
+			return invalid("dry_run", "dry_run must be true or false")
+		}
+	}
+	s, err := d.serviceOf(callerOf(r), req.Service)
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
-		hash: hashRequest("deploy", req.Service, req.Image, fmt.Sprint(*req.ExpectedGeneration))})
+	sub := submission{kind: "deploy", image: req.Image, expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
+		hash: hashRequest("deploy", req.Service, req.Image, fmt.Sprint(*req.ExpectedGeneration))}
+	if dry {
+		answer, err := s.dryRun(r.Context(), sub, callerOf(r).local())
+		if err != nil {
+			return err
+		}
+		return writeJSON(w, http.StatusOK, answer)
+	}
+	return d.answerSubmit(w, s, sub)
 }
 
+// postServiceRollback is for the service that is named; where none is, for the token's own.
 func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) error {
 	var req rollbackRequest
 	if err := decode(r, &req, "expected_generation", "idempotency_key"); err != nil {
@@ -461,7 +696,7 @@ func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) err
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), cmp.Or(r.PathValue("service"), callerOf(r).service))
 	if err != nil {
 		return err
 	}
@@ -481,15 +716,93 @@ func (d *daemon) answerSubmit(w http.ResponseWriter, s *service, sub submission)
 	return writeJSON(w, http.StatusAccepted, s.wire(op))
 }
 
-// findOperation finds an operation wherever it is. An id that does not match its pattern is not looked for.
-func (d *daemon) findOperation(id string) (*service, *operation, error) {
+func (d *daemon) postReconcile(w http.ResponseWriter, r *http.Request) error {
+	var req reconcileRequest
+	if err := decode(r, &req, "operation_id"); err != nil {
+		return err
+	}
+	if !operationID.MatchString(req.OperationID) {
+		return refuse("not_found", "there is no such operation")
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) {
+		_, err := s.reconcile(req.OperationID, callerOf(r).actor())
+		return false, err // it is done when it is answered
+	})
+}
+
+func (d *daemon) postSuspend(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.suspend(callerOf(r).actor()) })
+}
+
+func (d *daemon) postResume(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.resume(callerOf(r).actor()) })
+}
+
+func (d *daemon) postRetire(w http.ResponseWriter, r *http.Request) error {
+	var req retireRequest
+	if err := decode(r, &req, "generation"); err != nil {
+		return err
+	}
+	if *req.Generation < 0 {
+		return invalid("generation", "generation must not be negative")
+	}
+	return d.answerAsked(w, r, func(s *service) (bool, error) { return s.retire(*req.Generation, callerOf(r).actor()) })
+}
+
+// answerAsked answers with the service: 202 if something begins, 200 if nothing has to be waited for.
+func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s *service) (begun bool, err error)) error {
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
+	if err != nil {
+		return err
+	}
+	begun, err := ask(s)
+	if err != nil {
+		return err
+	}
+	status := http.StatusOK
+	if begun {
+		status = http.StatusAccepted
+	}
+	return writeJSON(w, status, s.view(callerOf(r).local()))
+}
+
+// visible are the services that a caller may know of.
+func (d *daemon) visible(c caller) []*service {
+	if c.local() {
+		return d.all()
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return []*service{d.services[c.service]} // who issued its token began with this
+}
+
+// serviceOf finds a service that the caller may know of. To a token every other name is the same.
+func (d *daemon) serviceOf(c caller, name string) (*service, error) {
+	switch {
+	case c.local():
+		return d.service(name)
+	case c.service == name:
+		return d.visible(c)[0], nil
+	}
+	return nil, refuse("not_found", "there is no such service")
+}
+
+// findOperation finds an operation wherever the caller may look. An id that does not match its pattern is
+// not looked for.
+func (d *daemon) findOperation(c caller, id string) (*service, *operation, error) {
 	if operationID.MatchString(id) {
-		for _, s := range d.all() {
+		for _, s := range d.visible(c) {
 			if r := s.rec.Load(); r != nil && r.Operation != nil && r.Operation.ID == id {
 				return s, r.Operation, nil
 			}
 		}
-		for _, s := range d.all() {
+		for _, s := range d.visible(c) {
 			switch op, err := d.data.operation(s.name, id); {
 			case err == nil:
 				return s, op, nil
@@ -508,7 +821,7 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
@@ -524,7 +837,7 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 		for op.State == after && !op.State.terminal() && ctx.Err() == nil {
 			changed := s.changed()
 			if cur := s.op(); cur == nil || cur.ID != op.ID {
-				_, op, err = d.findOperation(op.ID) // it ended and the next one was accepted
+				_, op, err = d.findOperation(callerOf(r), op.ID) // it ended and the next one was accepted
 				if err != nil {
 					return err
 				}
@@ -566,7 +879,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 			return invalid("follow", "follow must be true or false")
 		}
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
@@ -576,6 +889,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 	if text {
 		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	}
+	out := newStream(w)
 	write := func(lines []logLine) error {
 		var buf bytes.Buffer
 		for _, l := range lines {
@@ -589,7 +903,7 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 			}
 			buf.Write(append(b, '\n'))
 		}
-		_, err := w.Write(buf.Bytes())
+		_, err := out.Write(buf.Bytes())
 		return err
 	}
 	l := s.logOf(op.ID)
@@ -601,14 +915,14 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 		_ = write(lines)
 		return nil
 	}
-	rc := http.NewResponseController(w)
 	for seq := int64(0); ; {
+		if now := s.logOf(op.ID); now != nil {
+			l = now // the records were read again
+		}
 		lines, grown := l.since(seq)
-		_ = rc.SetWriteDeadline(time.Now().Add(30 * time.Second)) // a reader that does not read is let go
 		if write(lines) != nil || !follow {
 			return nil
 		}
-		_ = rc.Flush()
 		seq += int64(len(lines))
 		var quiet <-chan time.Time
 		if cur := s.op(); cur == nil || cur.ID != op.ID || cur.State.terminal() {
@@ -627,7 +941,8 @@ func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
 	}
 }
 
-func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) error {
+// noBody refuses a body that says anything.
+func noBody(r *http.Request) error {
 	b, err := readBody(r)
 	if err != nil {
 		return err
@@ -635,10 +950,18 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 	if b = bytes.TrimSpace(b); len(b) > 0 && string(b) != "{}" {
 		return invalid("", "this request carries no body")
 	}
-	s, op, err := d.findOperation(r.PathValue("id"))
+	return nil
+}
+
+func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) error {
+	if err := noBody(r); err != nil {
+		return err
+	}
+	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
+	r.SetPathValue("service", s.name)
 	op, again, err := s.requestRollback(op.ID, callerOf(r).actor())
 	if err != nil {
 		return err
@@ -650,16 +973,19 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 }
 
 func (d *daemon) getServices(w http.ResponseWriter, r *http.Request) error {
-	d.refresh()
+	c := callerOf(r)
+	if c.local() {
+		d.refresh()
+	}
 	list := wireServices{Services: []wireService{}}
-	for _, s := range d.all() {
-		list.Services = append(list.Services, s.view(callerOf(r).local()))
+	for _, s := range d.visible(c) {
+		list.Services = append(list.Services, s.view(c.local()))
 	}
 	return writeJSON(w, http.StatusOK, list)
 }
 
 func (d *daemon) getService(w http.ResponseWriter, r *http.Request) error {
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}
@@ -667,7 +993,7 @@ func (d *daemon) getService(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
-	s, err := d.service(r.PathValue("service"))
+	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}
@@ -696,7 +1022,7 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 			list.Next = list.Operations[limit-1].ID
 			break
 		}
-		_, op, err := d.findOperation(id)
+		_, op, err := d.findOperation(callerOf(r), id)
 		if err != nil {
 			return err
 		}
@@ -705,9 +1031,14 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 	return writeJSON(w, http.StatusOK, list)
 }
 
+func getVersion(w http.ResponseWriter, _ *http.Request) error {
+	return writeJSON(w, http.StatusOK, buildVersion())
+}
+
+// getHealth tells a token of its own service only.
 func (d *daemon) getHealth(w http.ResponseWriter, r *http.Request) error {
-	h := wireHealthz{Status: "ok", Services: map[string]int{"total": 0, "unavailable": 0, "rolling_out": 0, "held": 0}}
-	for _, s := range d.all() {
+	h := wireHealthz{Status: "ok", Services: map[string]int{"total": 0, "unavailable": 0, "rolling_out": 0, "held": 0, "suspended": 0}}
+	for _, s := range d.visible(callerOf(r)) {
 		h.Services["total"]++
 		s.live.Lock()
 		unavailable := s.live.unavailable != nil
@@ -721,9 +1052,77 @@ func (d *daemon) getHealth(w http.ResponseWriter, r *http.Request) error {
 			h.Services["rolling_out"]++
 		case rec.Held != nil:
 			h.Services["held"]++
+		case rec.Suspended != nil:
+			h.Services["suspended"]++
 		}
 	}
 	return writeJSON(w, http.StatusOK, h)
+}
+
+// getMetrics answers in the text format of Prometheus, from memory. What it tells is known already: a
+// library that counts would be larger than this.
+func (d *daemon) getMetrics(w http.ResponseWriter, r *http.Request) error {
+	var b strings.Builder
+	metric := func(name, kind, help string) { fmt.Fprintf(&b, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind) }
+	each := func(name, kind, help string, value func(s *service, r *record) any) {
+		metric(name, kind, help)
+		for _, s := range d.all() {
+			if r := s.rec.Load(); r != nil {
+				fmt.Fprintf(&b, "%s{service=%q} %v\n", name, s.name, value(s, r))
+			}
+		}
+	}
+	truth := func(yes bool) int {
+		if yes {
+			return 1
+		}
+		return 0
+	}
+	v := buildVersion()
+	metric("toad_build_info", "gauge", "The running release.")
+	fmt.Fprintf(&b, "toad_build_info{version=%q,go=%q} 1\n", v.Version, v.Go)
+
+	states := map[string]int{}
+	for _, s := range d.all() {
+		s.live.Lock()
+		st := s.live.health.state
+		if s.live.unavailable != nil {
+			st = "unavailable"
+		}
+		s.live.Unlock()
+		states[st]++
+	}
+	metric("toad_services", "gauge", "Services by the state of their health; unavailable: the records cannot be used.")
+	for _, st := range []string{"running", "starting", "stopped", "failed", "held", "foreign", "unknown", "unavailable"} {
+		fmt.Fprintf(&b, "toad_services{state=%q} %d\n", st, states[st])
+	}
+	metric("toad_operations_total", "counter", "Operations that ended since Toad's start, by outcome.")
+	for _, s := range d.all() {
+		s.live.Lock()
+		for _, st := range []state{promoted, rolledBack, hasFailed} {
+			fmt.Fprintf(&b, "toad_operations_total{service=%q,outcome=%q} %d\n", s.name, st, s.live.outcomes[st])
+		}
+		s.live.Unlock()
+	}
+	each("toad_service_generation", "gauge", "The service's generation.", func(_ *service, r *record) any { return r.Generation })
+	each("toad_service_restarts_since_promotion", "gauge", "Restarts of the current revision.", func(_ *service, r *record) any { return r.Watch.Count })
+	each("toad_service_ready", "gauge", "Whether the instance was ready when it was last asked.", func(s *service, _ *record) any {
+		s.live.Lock()
+		defer s.live.Unlock()
+		return truth(s.live.health.ready)
+	})
+	each("toad_service_rollback_ready", "gauge", "Whether a revision is retained and could be restored.", func(s *service, r *record) any {
+		s.live.Lock()
+		defer s.live.Unlock()
+		return truth(r.Rollback != nil && s.live.checked && len(s.live.problems) == 0)
+	})
+	each("toad_service_rolling_out", "gauge", "Whether an operation is under way.", func(_ *service, r *record) any { return truth(r.active() != nil) })
+	each("toad_service_suspended", "gauge", "Whether the service is suspended.", func(_ *service, r *record) any { return truth(r.Suspended != nil) })
+	each("toad_service_barrier", "gauge", "Whether an operation that went wrong waits to be acknowledged.", func(_ *service, r *record) any { return truth(r.Barrier != nil) })
+	w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+	w.Header().Set("Cache-Control", "no-store")
+	_, _ = io.WriteString(w, b.String())
+	return nil
 }
 
 // logOf is the live log of the operation under way or last ended, nil for any other.
@@ -811,7 +1210,7 @@ func (s *service) view(local bool) wireService {
 		if local && unavailable != nil {
 			v.Problem = unavailable.Error()
 		}
-		for _, a := range []string{"deploy", "rollback", "rollback_operation"} {
+		for _, a := range []string{"deploy", "rollback", "rollback_operation", "reconcile", "suspend", "resume"} {
 			v.Actions = append(v.Actions, wireAction{Name: a, Reason: "state_unavailable"})
 		}
 		return v
@@ -835,24 +1234,55 @@ func (s *service) view(local bool) wireService {
 	if r.Held != nil {
 		v.Held = &wireHeld{OperationID: r.Held.Operation, Since: wireTime(r.Held.Since), Remains: append([]string{}, r.Held.Remains...)}
 	}
+	if p := r.Barrier; p != nil {
+		v.Barrier = &wireBarrier{p.Operation, wireTime(p.RaisedAt)}
+	}
+	if p := r.Suspended; p != nil {
+		v.Suspended = &wireSuspended{wireTime(p.Since), p.By, append([]string{}, p.Remains...)}
+	}
+	if p := r.Retired; p != nil {
+		v.Retired = &wireRetired{wireTime(p.Since), p.By, p.Done, append([]string{}, p.Remains...)}
+	}
 	deploy, rollback, end := "", "", "not_rollbackable"
+	reconcile, suspend, resume := "no_barrier", "", "not_suspended"
 	switch {
 	case closing:
 		deploy = "shutting_down"
 	case enErr != nil:
 		deploy = "enrollment_invalid"
+	case r.Suspended != nil || r.duty() == retiring:
+		deploy = "suspended"
 	case r.Held != nil:
 		deploy = "held"
+	case r.Barrier != nil:
+		deploy = "rollback_barrier"
 	case r.active() != nil:
-		deploy, end = "rollout_active", ""
-		if a := r.active(); a.State == rollingBack || a.RollbackRequested {
-			end = "not_rollbackable"
-		}
+		deploy = "rollout_active"
+	}
+	if a := r.active(); a != nil && a.State != rollingBack && !a.RollbackRequested {
+		end = ""
+	}
+	if r.Barrier != nil {
+		reconcile = ""
+	}
+	switch {
+	case r.Suspended != nil:
+		suspend, resume = "suspended", ""
+	case r.duty() == retiring:
+		suspend, resume = "suspended", "suspended"
+	case r.active() != nil:
+		suspend = "rollout_active"
+	case r.Current == nil:
+		suspend = "no_revision"
+	}
+	if closing {
+		reconcile, suspend, resume = "shutting_down", "shutting_down", "shutting_down"
 	}
 	if rollback = deploy; rollback == "" && (r.Rollback == nil || r.Current.ByRollback) {
 		rollback = "not_rollbackable"
 	}
-	for _, a := range []struct{ name, reason string }{{"deploy", deploy}, {"rollback", rollback}, {"rollback_operation", end}} {
+	for _, a := range []struct{ name, reason string }{{"deploy", deploy}, {"rollback", rollback}, {"rollback_operation", end},
+		{"reconcile", reconcile}, {"suspend", suspend}, {"resume", resume}} {
 		v.Actions = append(v.Actions, wireAction{Name: a.name, Enabled: a.reason == "", Reason: a.reason})
 	}
 	return v

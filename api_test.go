@@ -28,17 +28,18 @@ type apiWorld struct {
 	d       *daemon
 	handler http.Handler
 	dir     string // the data directory
-	enroll  string // the enrollment directory
+
+	enrollment string
+	cancel     context.CancelFunc
+	who        caller
+	denied     *apiError // every request is answered so
 }
 
 func inAPI(t *testing.T, f func(t *testing.T, w *apiWorld)) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &apiWorld{t: t, h: newFakeHost(t), dir: filepath.Join(t.TempDir(), "data")}
+		w := &apiWorld{t: t, h: newFakeHost(t), dir: filepath.Join(t.TempDir(), "data"), enrollment: t.TempDir()}
 		must(t, os.Mkdir(w.dir, 0o700))
 		w.h.data = w.dir
-		data, err := openData(w.dir, w.h.quadlets)
-		must(t, err)
-		enrollment := t.TempDir()
 		for _, name := range []string{"hello", "other", "broken"} {
 			en := testEnrollment(name)
 			en.Repository = "registry.example.org/apps/" + name
@@ -47,23 +48,48 @@ func inAPI(t *testing.T, f func(t *testing.T, w *apiWorld)) {
 			if name == "broken" {
 				b = []byte(strings.Replace(string(b), `"version":1`, `"version":1,"surprise":true`, 1))
 			}
-			must(t, os.WriteFile(filepath.Join(enrollment, name+".json"), b, 0o600))
-			must(t, os.WriteFile(filepath.Join(enrollment, name+".container"), en.Template, 0o600))
+			must(t, os.WriteFile(filepath.Join(w.enrollment, name+".json"), b, 0o600))
+			must(t, os.WriteFile(filepath.Join(w.enrollment, name+".container"), en.Template, 0o600))
 		}
-		w.enroll = enrollment
-		ctx, cancel := context.WithCancel(context.Background())
-		w.d = &daemon{data: data, host: w.h.host(), log: slog.New(slog.NewTextHandler(testWriter{t}, nil)), stopping: make(chan struct{}), ctx: ctx, services: map[string]*service{}}
-		w.d.enrollments = newEnrollments(enrollment, func() enrollOptions {
-			return enrollOptions{quadlets: w.h.quadlets, claims: w.d.claims(), forbiddenPaths: []string{w.dir}}
-		})
-		w.d.refresh()
-		w.handler = w.d.handler()
-		synctest.Wait()
+		w.begin()
 		f(t, w)
-		cancel()
-		w.d.wg.Wait()
-		data.close()
+		w.end()
 	})
+}
+
+// begin is the start of Toad.
+func (w *apiWorld) begin() {
+	data, err := openData(w.dir, w.h.quadlets)
+	must(w.t, err)
+	var ctx context.Context
+	ctx, w.cancel = context.WithCancel(context.Background())
+	w.d = &daemon{data: data, host: w.h.host(), log: slog.New(slog.NewTextHandler(testWriter{w.t}, nil)), stopping: make(chan struct{}), ctx: ctx, services: map[string]*service{}}
+	w.d.enrollments = newEnrollments(w.enrollment, func() enrollOptions {
+		return enrollOptions{quadlets: w.h.quadlets, claims: w.d.claims(), forbiddenPaths: []string{w.dir}}
+	})
+	w.d.refresh()
+	w.d.wg.Go(func() { data.own.tally.run(ctx, func() error { return data.own.write() }) })
+	local, remote := w.d.handler(), w.d.mux(func(rt route) bool { return rt.verb != "" })
+	w.handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, w.who))
+		if w.denied != nil {
+			w.d.writeError(rw, r, w.denied)
+			return
+		}
+		if w.who.remote {
+			w.d.answer(remote, newReply(rw, r), r)
+			return
+		}
+		local.ServeHTTP(rw, r)
+	})
+	synctest.Wait()
+}
+
+// end is the end of Toad.
+func (w *apiWorld) end() {
+	w.cancel()
+	w.d.wg.Wait()
+	w.d.data.close()
 }
 
 // apiAnswer is what came back: the body as it is, and as a problem.
@@ -105,7 +131,8 @@ func (w *apiWorld) refused(what string, a apiAnswer, status int, code, field str
 	}
 }
 
-// state is everything that a request could have changed: each file, and each mutation of the host.
+// state is everything that a request could have changed but for events: each file, and each mutation of
+// the host.
 func (w *apiWorld) state() string {
 	var b strings.Builder
 	for _, root := range []string{w.dir, w.h.quadlets} {
@@ -114,6 +141,17 @@ func (w *apiWorld) state() string {
 				return err
 			}
 			text, err := os.ReadFile(path)
+			switch r := (&record{}); filepath.Base(path) {
+			case "events.jsonl", "service.json.prev":
+				return err
+			case "service.json": // less what the event of a refusal changes
+				must(w.t, readRecord(path, r))
+				if r.Generation == 0 {
+					return nil
+				}
+				r.EventHead, r.Events, r.UpdatedAt = eventHead{}, nil, time.Time{}
+				text, err = encodeRecord(r)
+			}
 			fmt.Fprintf(&b, "%s %x\n", path, sha(text))
 			return err
 		}))
@@ -255,7 +293,23 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("stale generation", "POST", "/v1/deployments", deployBody("hello", image, 0, "k"), 409, "stale_generation", "")
 		add("generation to come", "POST", "/v1/deployments", deployBody("hello", image, 2, "k"), 409, "stale_generation", "")
 		add("used key", "POST", "/v1/deployments", deployBody("hello", image, 1, "k1"), 422, "key_reused", "")
-		add("a dry run, which it does not know", "POST", "/v1/deployments?dry_run=true", valid, 400, "invalid_request", "dry_run")
+		add("a dry run, maybe", "POST", "/v1/deployments?dry_run=maybe", valid, 400, "invalid_request", "dry_run")
+		for _, route := range []string{"suspend", "resume"} {
+			add(route+" with a body", "POST", "/v1/services/hello/"+route, `{"force":true}`, 400, "invalid_request", "")
+			add(route+" of nobody", "POST", "/v1/services/nobody/"+route, "", 404, "not_found", "")
+		}
+		add("suspend without a revision", "POST", "/v1/services/other/suspend", "", 409, "no_revision", "")
+		retire, reconcile := "/v1/services/hello/retire", "/v1/services/hello/reconcile"
+		add("retire without a body", "POST", retire, "", 400, "invalid_request", "")
+		add("retire nothing", "POST", retire, "{}", 400, "invalid_request", "generation")
+		add("retire a negative generation", "POST", retire, `{"generation":-1}`, 400, "invalid_request", "generation")
+		add("retire a text", "POST", retire, `{"generation":"1"}`, 400, "invalid_request", "generation")
+		add("retire what is enrolled", "POST", retire, `{"generation":1}`, 409, "enrolled", "")
+		add("reconcile without a body", "POST", reconcile, "", 400, "invalid_request", "")
+		add("reconcile nothing", "POST", reconcile, "{}", 400, "invalid_request", "operation_id")
+		add("reconcile a number", "POST", reconcile, `{"operation_id":1}`, 400, "invalid_request", "operation_id")
+		add("reconcile what is no operation", "POST", reconcile, `{"operation_id":"../x"}`, 404, "not_found", "")
+		add("reconcile an unknown operation", "POST", reconcile, `{"operation_id":"`+noSuchID+`"}`, 404, "not_found", "")
 
 		rollback := "/v1/services/hello/rollback"
 		add("rollback without a body", "POST", rollback, "", 400, "invalid_request", "")
@@ -306,7 +360,7 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("parameter twice", "GET", "/v1/operations/"+op.ID+"?wait=1&wait=2", "", 400, "invalid_request", "wait")
 		add("unknown parameter", "GET", "/v1/services?sort=name", "", 400, "invalid_request", "sort")
 		add("broken query", "GET", "/v1/services?%zz", "", 400, "invalid_request", "")
-		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/suspend", "/v1/tokens", "/metrics", "/v1/operations"} {
+		for _, path := range []string{"/", "/v1", "/v1/", "/v2/services", "/v1/services/", "/v1//services", "/v1/services/hello/", "/v1/./services", "/v1/x/../services", "/v1/services/hello/metrics", "/v1/metrics", "/v1/rollback", "/v1/operations"} {
 			add("route "+path, "GET", path, "", 404, "not_found", "")
 		}
 
@@ -315,9 +369,10 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		}
 
 		routes := map[string]string{
-			"/v1/deployments": "POST", "/v1/operations/" + op.ID: "GET, HEAD", "/v1/operations/" + op.ID + "/log": "GET, HEAD", "/v1/operations/" + op.ID + "/rollback": "POST",
+			"/v1/deployments": "POST", "/v1/operations/" + op.ID: "GET, HEAD", "/v1/operations/" + op.ID + "/log": "GET, HEAD", "/v1/operations/" + op.ID + "/output": "GET, HEAD", "/v1/operations/" + op.ID + "/rollback": "POST",
 			"/v1/services": "GET, HEAD", "/v1/services/hello": "GET, HEAD", "/v1/services/hello/operations": "GET, HEAD", "/v1/services/hello/rollback": "POST",
-			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD",
+			"/v1/services/hello/suspend": "POST", "/v1/services/hello/resume": "POST", "/v1/services/hello/retire": "POST", "/v1/services/hello/reconcile": "POST", "/metrics": "GET, HEAD",
+			"/v1/version": "GET, HEAD", "/v1/health": "GET, HEAD", "/v1/events": "GET, HEAD", "/v1/audit": "GET, HEAD", "/v1/fsck": "POST", "/v1/backup": "GET, HEAD", "/v1/tokens": "GET, HEAD, POST", "/v1/tokens/x": "DELETE",
 		}
 		for path, allow := range routes {
 			for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
@@ -371,7 +426,7 @@ func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
 		}
 		change := func(file, from, to string) {
 			t.Helper()
-			path := filepath.Join(w.enroll, file)
+			path := filepath.Join(w.enrollment, file)
 			text := string(readFile(t, path))
 			if !strings.Contains(text, from) {
 				t.Fatalf("%s has no %s", file, from)

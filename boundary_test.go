@@ -48,7 +48,28 @@ var scenarios = []struct {
 		promotes(w)
 		w.set(func() { w.h.apps[w.s.rec.Load().Current.digest()].readyAfter = -1 })
 	}, deploys(app{exitAfter: time.Second}), nil},
+	{"suspension", promotes, suspends, nil},
+	{"suspension that cannot be confirmed", func(w *world) {
+		w.expect(w.await(w.submit(w.push("stuck", app{readyAfter: time.Second, unkillable: true})).ID), promoted, "")
+		w.until("installed", func(r *record) bool { return r.Installed })
+	}, suspends, func(w *world) { time.Sleep(2 * time.Minute); w.h.reap("hello.service") }},
+	{"suspension of a held service", func(w *world) {
+		w.expect(w.await(w.submit(w.push("stuck", app{readyAfter: time.Second, unkillable: true})).ID), promoted, "")
+		w.until("installed", func(r *record) bool { return r.Installed })
+		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
+	}, suspends, func(w *world) { time.Sleep(2 * time.Minute); w.h.reap("hello.service") }},
+	{"resumption", func(w *world) {
+		promotes(w)
+		suspends(w)
+		w.health("stopped")
+	}, func(w *world) { _, _ = w.s.resume("local") }, nil},
+	{"retirement", func(w *world) {
+		promotes(w)
+		w.gone()
+	}, func(w *world) { _, _ = w.s.retire(w.s.rec.Load().Generation, "local") }, nil},
 }
+
+func suspends(w *world) { _, _ = w.s.suspend("local") }
 
 func promotes(w *world) {
 	w.expect(w.await(w.submit(w.push("v1", app{readyAfter: time.Second})).ID), promoted, "")
@@ -68,11 +89,22 @@ func (w *world) play(begin, during func(w *world)) {
 		during(w)
 	}
 	for end := time.Now().Add(10 * time.Minute); w.alive() == nil && time.Now().Before(end); time.Sleep(time.Second) {
-		if r := w.s.rec.Load(); w.s.usable() == nil && w.s.stale() == nil && r.active() == nil && r.Held == nil && (r.Current == nil || r.Installed) {
+		if r := w.s.rec.Load(); w.s.usable() == nil && w.s.stale() == nil && w.quiet(r) {
 			time.Sleep(2 * time.Second) // what follows from the end
 			return
 		}
 	}
+}
+
+// quiet tells that a service has nothing left to do.
+func (w *world) quiet(r *record) bool {
+	switch r.duty() {
+	case watching:
+		return r.Current == nil || r.Installed
+	case stayingDown:
+		return w.s.view(true).Health.State == "stopped"
+	}
+	return false
 }
 
 // boundariesOf lists every boundary of a scenario, each place once, in order.

@@ -55,6 +55,7 @@ const (
 
 var (
 	operationArg = regexp.MustCompile(`^[0-9a-z]{26}$`)
+	tokenArg     = regexp.MustCompile(`^[a-z2-7]{12}$`)
 	serviceArg   = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
 )
 
@@ -94,19 +95,47 @@ type client struct {
 	log     *screen   // everything else
 	json    bool
 	socket  string
+	server  string // URL of a server that is reached over TCP with a token; "": the socket
+	token   func() (string, error)
 	reached atomic.Bool // a connection came about at least once
 	http    *http.Client
 }
 
-// newClient makes a client that is complete once the flags are parsed. How the server is reached is
-// decided here and nowhere else.
+// newClient makes a client that is complete once the flags are parsed: over the socket, or with --server
+// over TCP with a token. How the server is reached is decided here and nowhere else.
 func newClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
+	c := localClient(flags, stdout, stderr)
+	var file string
+	flags.StringVar(&c.server, "server", "", "`URL` of a server, for the holder of a token: TOAD_TOKEN, or --token-file")
+	flags.StringVar(&file, "token-file", "", "`file` with the token for --server")
+	c.token = func() (string, error) {
+		token := os.Getenv("TOAD_TOKEN")
+		if file != "" {
+			b, err := os.ReadFile(file)
+			if err != nil {
+				return "", usageError("reading the token: "+err.Error(), "--token-file names a file with nothing but the token")
+			}
+			token = string(b)
+		}
+		if token = strings.TrimSpace(token); token == "" || strings.ContainsFunc(token, unicode.IsSpace) {
+			return "", usageError("there is no token for "+c.server, "set TOAD_TOKEN or --token-file; on the host, toad token issue makes one")
+		}
+		return token, nil
+	}
+	return c
+}
+
+// localClient makes a client of what only the administration socket does.
+func localClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
 	c := &client{out: stdout, log: newScreen(stderr)}
 	flags.StringVar(&c.socket, "socket", defaultSocket, "the server's administration `socket`")
 	flags.BoolVar(&c.json, "json", false, "print the answer as JSON")
 	c.http = &http.Client{
-		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "unix", c.socket)
+		Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			if c.server == "" {
+				network, address = "unix", c.socket
+			}
+			conn, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, network, address)
 			if err == nil {
 				c.reached.Store(true)
 			}
@@ -119,7 +148,9 @@ func newClient(flags *flag.FlagSet, stdout, stderr io.Writer) *client {
 
 // command spells a command line that reaches the same server.
 func (c *client) command(args ...string) string {
-	if c.socket != defaultSocket {
+	if c.server != "" {
+		args = append(args, "--server", c.server)
+	} else if c.socket != defaultSocket {
 		args = append(args, "--socket", c.socket)
 	}
 	return "toad " + strings.Join(args, " ")
@@ -164,9 +195,24 @@ func (c *client) open(ctx context.Context, method, path string, in any) (*http.R
 		}
 		body = bytes.NewReader(b)
 	}
-	req, err := http.NewRequestWithContext(ctx, method, "http://toad"+path, body)
+	base := "http://toad"
+	if c.server != "" {
+		u, err := url.Parse(c.server)
+		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.User != nil || u.RawQuery != "" {
+			return nil, usageError("--server is no URL of a server", "for example http://127.0.0.1:8440")
+		}
+		base = strings.TrimRight(c.server, "/")
+	}
+	req, err := http.NewRequestWithContext(ctx, method, base+path, body)
 	if err != nil {
 		return nil, err
+	}
+	if c.server != "" {
+		token, err := c.token()
+		if err != nil {
+			return nil, err
+		}
+		req.Header.Set("Authorization", "Bearer "+token)
 	}
 	if in != nil {
 		req.Header.Set("Content-Type", "application/json")
@@ -266,6 +312,9 @@ func (c *client) explain(err error, doing, service string) *commandError {
 	if errors.Is(err, errStopped) {
 		return &commandError{status: exitInterrupted, text: doing + ": interrupted"}
 	}
+	if e := (*commandError)(nil); errors.As(err, &e) {
+		return e
+	}
 	// A refusal first: one that lasted longer than patience is wrapped in a lost connection.
 	if r := (*refusal)(nil); errors.As(err, &r) && !errors.As(err, new(lostError)) {
 		if c.json {
@@ -278,6 +327,8 @@ func (c *client) explain(err error, doing, service string) *commandError {
 	}
 	e := &commandError{status: exitUnreachable, text: doing + ": the server is out of reach: " + err.Error()}
 	switch {
+	case c.server != "":
+		e.hint = "is " + c.server + " right, and the server running?"
 	case errors.Is(err, fs.ErrNotExist):
 		e.hint = "is the server running? --socket or TOAD_SOCKET names another socket"
 	case errors.Is(err, fs.ErrPermission):
@@ -295,17 +346,24 @@ func (c *client) hintFor(r *refusal, service string) string {
 		status = c.command("status", service)
 	}
 	switch r.Code {
+	case "unauthorized":
+		return "the token is unknown, revoked or expired: on the host, toad token list shows them"
+	case "forbidden":
+		return "a token with that verb is needed: on the host, toad token issue makes one"
 	case "stale_generation":
 		return "read the generation again: " + status
 	case "rollout_active":
 		return "another operation is under way: " + c.command("watch", r.OperationID)
 	case "rollback_barrier":
-		return "an earlier operation went wrong and was not acknowledged: " + c.command("log", r.OperationID)
+		return "see what went wrong, then acknowledge it: " + c.command("log", r.OperationID) + "; " + c.command("reconcile", cmp.Or(service, "SERVICE"), r.OperationID)
 	case "key_reused":
 		return "that key belongs to another request: " + c.command("watch", r.OperationID)
-	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "state_unavailable":
+	case "repository_not_allowed", "enrollment_invalid", "suspended", "held", "not_rollbackable", "no_revision", "enrolled", "state_unavailable":
 		return "see " + status
 	case "not_found":
+		if c.server != "" {
+			return "a token is for one service; what only the host's operator may do needs the administration socket"
+		}
 		return "see " + c.command("status") + " for the services, toad history SERVICE for operations"
 	case "shutting_down":
 		return "the server stops: try again when it is back"
@@ -385,6 +443,7 @@ func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
 	c := newClient(fs, stdout, stderr)
 	var f requestFlags
 	f.register(fs)
+	dry := fs.Bool("dry-run", false, "say what would happen, and change nothing")
 	return &ffcli.Command{
 		Name:       "deploy",
 		ShortUsage: "toad deploy SERVICE IMAGE [FLAGS]",
@@ -397,12 +456,12 @@ func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
 			if err := wantArgs("deploy", args, "SERVICE", "IMAGE"); err != nil {
 				return err
 			}
-			return c.deploy(ctx, args[0], args[1], f)
+			return c.deploy(ctx, args[0], args[1], f, *dry)
 		},
 	}
 }
 
-func (c *client) deploy(ctx context.Context, service, image string, f requestFlags) error {
+func (c *client) deploy(ctx context.Context, service, image string, f requestFlags, dry bool) error {
 	doing := "deploying " + service
 	if f.expect == nil {
 		var s wireService
@@ -411,12 +470,87 @@ func (c *client) deploy(ctx context.Context, service, image string, f requestFla
 		}
 		f.expect = &s.Generation
 	}
+	if dry {
+		return c.dryRun(ctx, deployRequest{service, image, f.expect, cmp.Or(f.key, rand.Text())})
+	}
 	again := c.again(&f, "deploy", service, image)
 	raw, op, err := c.submit(ctx, "/v1/deployments", deployRequest{service, image, f.expect, f.key})
 	if err != nil {
 		return c.unanswered(err, doing, service, again)
 	}
 	return c.finish(ctx, raw, op, f.noWait, deployedStatus)
+}
+
+// dryRun prints what a deployment would meet; a refusal that it would meet is its failure.
+func (c *client) dryRun(ctx context.Context, req deployRequest) error {
+	var d wireDryRun
+	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, answerTime)
+	if err == nil {
+		err = decodeAnswer(raw, &d)
+	}
+	if err != nil {
+		return c.explain(err, "trying "+req.Service, req.Service)
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		for _, l := range dryRunLines(d) {
+			printLine(c.out, "%s", l)
+		}
+	}
+	if !d.Accepted {
+		return &commandError{status: exitRefused}
+	}
+	return nil
+}
+
+func dryRunLines(d wireDryRun) []string {
+	var lines []string
+	say := func(subject, format string, args ...any) {
+		lines = append(lines, fmt.Sprintf("%-11s %s", subject, fmt.Sprintf(format, args...)))
+	}
+	say("service", "%s: the deployment %s", d.Service, choose(d.Accepted, "would be accepted", "would be refused"))
+	if d.Current != nil {
+		say("current", "generation %d, %s", d.Current.Generation, d.Current.Image)
+	} else {
+		say("current", "none: nothing was promoted yet")
+	}
+	say("candidate", "generation %d, %s", d.Generation, d.Candidate.Image)
+	subject := "checks"
+	for _, k := range d.Checks {
+		text := k.Name + " " + k.Outcome
+		if k.Code != "" {
+			text += ": " + k.Code
+		}
+		if k.Detail != "" {
+			text += ": " + k.Detail
+		}
+		say(subject, "%s", text)
+		subject = ""
+	}
+	if f := d.FailedBefore; f != nil {
+		say("before", "this digest ended %s (%s) in operation %s at %s", f.State, f.Code, f.OperationID, clockText(f.FinishedAt))
+	}
+	if t := d.Target; t != nil {
+		say("target", "generation %d, %s", t.Generation, choose(t.Ready, "ready", "not ready"))
+		for _, p := range t.Problems {
+			say("", "%s: %s", p.Code, p.Summary)
+		}
+	} else {
+		say("target", "none: a failure would leave nothing running")
+	}
+	if len(d.UnitChanges) == 0 {
+		say("unit", "does not change")
+	}
+	subject = "unit"
+	for _, u := range d.UnitChanges {
+		say(subject, "[%s] %s= %s", u.Section, u.Key, u.Change)
+		subject = ""
+	}
+	for l := range strings.Lines(d.UnitDiff) {
+		lines = append(lines, strings.TrimSuffix(l, "\n"))
+	}
+	return lines
 }
 
 // again makes the key unless it is given, says how the request can be repeated, and returns that.
@@ -722,6 +856,15 @@ func (c *client) statusAll(ctx context.Context) error {
 		if s.Held != nil {
 			printLine(c.out, "%s: held: still there: %s", s.Service, strings.Join(s.Held.Remains, ", "))
 		}
+		if p := s.Suspended; p != nil {
+			printLine(c.out, "%s: suspended since %s%s", s.Service, clockText(p.Since), stillThereText(p.Remains))
+		}
+		if p := s.Retired; p != nil {
+			printLine(c.out, "%s: %s since %s%s", s.Service, choose(p.Done, "retired", "being retired"), clockText(p.Since), stillThereText(p.Remains))
+		}
+		if p := s.Barrier; p != nil {
+			printLine(c.out, "%s: closed by operation %s until it is acknowledged", s.Service, p.OperationID)
+		}
 	}
 	return nil
 }
@@ -757,7 +900,7 @@ func statusLines(s wireService) []string {
 	default:
 		say("current", "generation %d, promoted %s", s.Current.Generation, clockText(s.Current.PromotedAt))
 		say("", "%s", s.Current.Image)
-		if !s.Installed {
+		if !s.Installed && s.Suspended == nil {
 			say("", "its promoted unit is not in place yet: it may not start at boot")
 		}
 	}
@@ -807,6 +950,15 @@ func statusLines(s wireService) []string {
 			say("", "still there: %s", remains)
 		}
 	}
+	if p := s.Suspended; p != nil {
+		say("suspended", "since %s, by %s%s", clockText(p.Since), p.By, stillThereText(p.Remains))
+	}
+	if p := s.Retired; p != nil {
+		say("retired", "%s%s, by %s%s", choose(p.Done, "", "under way, "), clockText(p.Since), p.By, stillThereText(p.Remains))
+	}
+	if p := s.Barrier; p != nil {
+		say("barrier", "since %s, by operation %s: no deployment is taken until it is acknowledged", clockText(p.RaisedAt), p.OperationID)
+	}
 	if s.Enrollment.Valid {
 		say("enrollment", "valid, %s", s.Enrollment.Repository)
 		if s.Enrollment.DiffersFromCurrent {
@@ -825,6 +977,172 @@ func statusLines(s wireService) []string {
 		subject = ""
 	}
 	return lines
+}
+
+func stillThereText(remains []string) string {
+	if len(remains) == 0 {
+		return ""
+	}
+	return "; still there: " + strings.Join(remains, ", ")
+}
+
+func suspendCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "suspend", "stop a service and keep it down over reboots", "suspending",
+		func(s wireService) (string, bool) {
+			if s.Suspended == nil {
+				return s.Service + " was resumed meanwhile", true
+			}
+			return "suspended: " + s.Service + " is stopped and stays down", s.Health.State == "stopped"
+		})
+}
+
+func resumeCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "resume", "start a suspended service again", "resuming",
+		func(s wireService) (string, bool) {
+			if s.Suspended != nil {
+				return s.Service + " was suspended meanwhile", true
+			}
+			return "resumed: " + s.Service + " is ready", s.Health.Ready
+		})
+}
+
+func retireCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return askCmd(stdout, stderr, "retire", "end a service whose enrollment is gone", "retiring",
+		func(s wireService) (string, bool) {
+			return "retired: " + s.Service + " is gone, its records stay", s.Retired != nil && s.Retired.Done
+		})
+}
+
+// askCmd is a command that asks something of a service and waits until it is done. done tells that, and
+// what is said then.
+func askCmd(stdout, stderr io.Writer, name, help, doing string, done func(s wireService) (string, bool)) *ffcli.Command {
+	fs := newFlags(name)
+	c := localClient(fs, stdout, stderr)
+	noWait := fs.Bool("no-wait", false, "return once it is accepted")
+	return &ffcli.Command{
+		Name:       name,
+		ShortUsage: "toad " + name + " SERVICE [FLAGS]",
+		ShortHelp:  help,
+		LongHelp:   "Ctrl-C ends the waiting only.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs(name, args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.ask(ctx, args[0], name, doing+" "+args[0], *noWait, done)
+		},
+	}
+}
+
+// ask may be repeated as it is: what was asked for already changes nothing.
+func (c *client) ask(ctx context.Context, service, name, doing string, noWait bool, done func(s wireService) (string, bool)) error {
+	var in any
+	if name == "retire" {
+		var s wireService
+		if _, err := c.read(ctx, "/v1/services/"+service, &s); err != nil {
+			return c.explain(err, doing, service)
+		}
+		in = retireRequest{&s.Generation}
+	}
+	var s wireService
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, answerTime)
+	for said := ""; ; {
+		if err == nil {
+			s = wireService{}
+			err = decodeAnswer(raw, &s)
+		}
+		if err != nil {
+			e := c.explain(err, doing, service)
+			if e.status == exitInterrupted {
+				e.text, e.hint = "stopped waiting, it goes on", "to look: "+c.command("status", service)
+			}
+			return e
+		}
+		text, ok := done(s)
+		if ok || noWait {
+			if c.json {
+				c.document(raw)
+			} else {
+				printLine(c.out, "%s", choose(ok, text, doing+" goes on"))
+			}
+			return nil
+		}
+		if name == "resume" && s.Installed && s.Health.State == "failed" {
+			return &commandError{exitRefused, doing + ": it was started and failed", "see " + c.command("status", service)}
+		}
+		now := "health is " + cmp.Or(s.Health.State, "unknown")
+		if p := s.Suspended; p != nil {
+			now += stillThereText(p.Remains)
+		}
+		if p := s.Retired; p != nil {
+			now += stillThereText(p.Remains)
+		}
+		if now != said {
+			said = now
+			c.log.note("%s: %s", doing, now)
+		}
+		if !pauseFor(ctx, time.Second) {
+			err = errStopped
+			continue
+		}
+		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, answerTime)
+	}
+}
+
+func reconcileCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("reconcile")
+	c := newClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "reconcile",
+		ShortUsage: "toad reconcile SERVICE [OPERATION] [FLAGS]",
+		ShortHelp:  "acknowledge an operation that went wrong, and lift its barrier",
+		LongHelp:   "Without OPERATION it is the one that the service names just before.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if len(args) > 1 {
+				if err := wantArgs("reconcile", args, "SERVICE", "OPERATION"); err != nil {
+					return err
+				}
+				return c.reconcile(ctx, args[0], args[1])
+			}
+			if err := wantArgs("reconcile", args, "SERVICE"); err != nil {
+				return err
+			}
+			return c.reconcile(ctx, args[0], "")
+		},
+	}
+}
+
+func (c *client) reconcile(ctx context.Context, service, id string) error {
+	doing := "reconciling " + service
+	if id == "" {
+		var s wireService
+		raw, err := c.read(ctx, "/v1/services/"+service, &s)
+		if err != nil {
+			return c.explain(err, doing, service)
+		}
+		if s.Barrier == nil {
+			if c.json {
+				c.document(raw)
+			} else {
+				printLine(c.out, "%s has no barrier", service)
+			}
+			return nil
+		}
+		id = s.Barrier.OperationID
+	}
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, answerTime)
+	if err != nil {
+		return c.explain(err, doing, service)
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		printLine(c.out, "reconciled: operation %s is acknowledged, %s takes deployments again", id, service)
+	}
+	return nil
 }
 
 func logCmd(stdout, stderr io.Writer) *ffcli.Command {
@@ -911,6 +1229,305 @@ func (c *client) streamLog(ctx context.Context, id string, follow bool, last *in
 			printLine(c.out, "%s  %-12s  %s", clockText(l.At), l.State, l.Text)
 		}
 	}
+}
+
+func eventsCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("events")
+	c := newClient(fs, stdout, stderr)
+	after := fs.Int64("after", 0, "those after this `cursor`")
+	var follow bool
+	fs.BoolVar(&follow, "follow", false, "go on with those to come")
+	fs.BoolVar(&follow, "f", false, "as --follow")
+	return &ffcli.Command{
+		Name:       "events",
+		ShortUsage: "toad events [SERVICE] [FLAGS]",
+		ShortHelp:  "print what happened to a service, or to Toad itself",
+		LongHelp:   "With --json each line is a JSON document of its own.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			service, doing := "", "reading toad's own events"
+			if len(args) > 0 {
+				if err := wantArgs("events", args, "SERVICE"); err != nil {
+					return err
+				}
+				service, doing = args[0], "reading the events of "+args[0]
+			}
+			if err := c.printEvents(ctx, service, *after, follow); err != nil {
+				return c.explain(err, doing, service)
+			}
+			return nil
+		},
+	}
+}
+
+// printEvents prints the events after a cursor, page by page, and with follow those to come.
+func (c *client) printEvents(ctx context.Context, service string, after int64, follow bool) error {
+	q := url.Values{}
+	if service != "" {
+		q.Set("service", service)
+	}
+	const wait = 30 * time.Second
+	for {
+		asked := time.Now()
+		q.Set("after", strconv.FormatInt(after, 10))
+		if follow {
+			q.Set("wait", strconv.Itoa(int(wait.Seconds())))
+		}
+		var page struct {
+			Events []json.RawMessage `json:"events"`
+			Next   int64             `json:"next_cursor"`
+		}
+		raw, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, wait+answerTime)
+		if err == nil {
+			err = decodeAnswer(raw, &page)
+		}
+		if err != nil {
+			return err
+		}
+		for _, raw := range page.Events {
+			var e wireEvent
+			if err := decodeAnswer(raw, &e); err != nil {
+				return err
+			}
+			if c.json {
+				var line bytes.Buffer
+				if err := json.Compact(&line, raw); err != nil {
+					return err
+				}
+				line.WriteByte('\n')
+				c.out.Write(escaped(line.Bytes()))
+				continue
+			}
+			times := ""
+			if e.Count > 1 {
+				times = fmt.Sprintf(" (%d times)", e.Count)
+			}
+			printLine(c.out, "%6d  %s  %-18s  %-8s  %s  %s%s", e.Cursor, clockText(e.At), e.Type, e.Actor, cmp.Or(e.OperationID, "-"), e.Detail, times)
+		}
+		after = page.Next
+		if len(page.Events) > 0 {
+			continue
+		}
+		if !follow {
+			return nil
+		}
+		if !pauseFor(ctx, pace-time.Since(asked)) { // a server that stops answers at once
+			return errStopped
+		}
+	}
+}
+
+func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("output")
+	c := localClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "output",
+		ShortUsage: "toad output OPERATION [FLAGS]",
+		ShortHelp:  "print what a rolled back candidate wrote itself",
+		LongHelp:   "On a terminal control characters are dropped; elsewhere it comes as it was written.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("output", args, "OPERATION"); err != nil {
+				return err
+			}
+			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, answerTime)
+			if err != nil {
+				return c.explain(err, "reading the output of "+args[0], "")
+			}
+			switch {
+			case c.json:
+				doc, err := json.Marshal(map[string]string{"operation_id": args[0], "output": string(raw)})
+				if err != nil {
+					return err
+				}
+				c.document(doc)
+			case isTerminal(stdout):
+				printText(stdout, raw)
+			default:
+				stdout.Write(raw)
+			}
+			return nil
+		},
+	}
+}
+
+// printText prints what somebody else wrote line by line.
+func printText(w io.Writer, text []byte) {
+	for line := range strings.Lines(string(text)) {
+		printLine(w, "%s", strings.TrimRight(line, "\r\n"))
+	}
+}
+
+func tokenCmd(stdout, stderr io.Writer) *ffcli.Command {
+	return &ffcli.Command{
+		Name:       "token",
+		ShortUsage: "toad token issue|list|revoke [ARGUMENTS] [FLAGS]",
+		ShortHelp:  "issue, list and revoke the tokens of the API for programs",
+		FlagSet:    newFlags("token"),
+		Subcommands: []*ffcli.Command{
+			tokenIssueCmd(stdout, stderr),
+			tokenListCmd(stdout, stderr),
+			tokenRevokeCmd(stdout, stderr),
+		},
+		Exec: func(_ context.Context, args []string) error {
+			if len(args) == 0 {
+				return usageError("token: issue, list or revoke is missing", "toad token -h shows the usage")
+			}
+			return usageError("token: unknown command: "+args[0], "toad token -h shows the usage")
+		},
+	}
+}
+
+func tokenIssueCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token issue")
+	c := localClient(fs, stdout, stderr)
+	verbs := fs.String("verbs", "read", "what it allows, of `VERBS` read, deploy, rollback")
+	label := fs.String("label", "", "a `text` that says what it is for")
+	expires := fs.Duration("expires", 0, "how long it is valid, a `duration` like 720h; 0s: until it is revoked")
+	return &ffcli.Command{
+		Name:       "issue",
+		ShortUsage: "toad token issue SERVICE --label TEXT [FLAGS]",
+		ShortHelp:  "issue a token for one service",
+		LongHelp:   "The token is printed once, alone on standard output. Toad keeps only its hash.",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("token issue", args, "SERVICE"); err != nil {
+				return err
+			}
+			req := tokenRequest{Service: args[0], Label: *label, Verbs: splitNames(*verbs)}
+			if *expires != 0 {
+				if *expires < time.Second {
+					return usageError("token issue: --expires must be a second at least", "--expires 720h is thirty days")
+				}
+				seconds := int64(*expires / time.Second)
+				req.ExpiresInSeconds = &seconds
+			}
+			return c.issueToken(ctx, req)
+		},
+	}
+}
+
+func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
+	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, answerTime)
+	var t wireIssued
+	if err == nil {
+		err = decodeAnswer(raw, &t)
+	}
+	if err != nil {
+		e := c.explain(err, "issuing a token for "+req.Service, req.Service)
+		if e.status != exitRefused && c.reached.Load() {
+			e.text, e.hint = e.text+"; it may have been issued, and nobody has its secret", "revoke it if it is there: "+c.command("token", "list", req.Service)
+		}
+		return e
+	}
+	if c.json {
+		c.document(raw)
+	} else {
+		printLine(c.out, "%s", t.Token)
+	}
+	until := "until it is revoked"
+	if t.ExpiresAt != nil {
+		until = "until " + clockText(*t.ExpiresAt)
+	}
+	c.log.note("token %s for %s: %s, valid %s", t.ID, t.Service, strings.Join(t.Verbs, ", "), until)
+	c.log.note("it is shown this once; to end it: %s", c.command("token", "revoke", t.ID))
+	return nil
+}
+
+func tokenListCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token list")
+	c := localClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "list",
+		ShortUsage: "toad token list [SERVICE] [FLAGS]",
+		ShortHelp:  "list the tokens, or those of a service",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			path := "/v1/tokens"
+			if len(args) > 0 {
+				if err := wantArgs("token list", args, "SERVICE"); err != nil {
+					return err
+				}
+				path += "?service=" + args[0]
+			}
+			return c.listTokens(ctx, path)
+		},
+	}
+}
+
+func (c *client) listTokens(ctx context.Context, path string) error {
+	var list wireTokens
+	raw, err := c.read(ctx, path, &list)
+	if err != nil {
+		return c.explain(err, "reading the tokens", "")
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	t := newTable(c.out, "TOKEN", "SERVICE", "VERBS", "ISSUED", "EXPIRES", "LAST USED", "STATE", "LABEL")
+	at := func(w *wireTime) string {
+		if w == nil {
+			return "-"
+		}
+		return clockText(*w)
+	}
+	for _, k := range list.Tokens {
+		state := choose(k.Valid, "valid", "expired")
+		if k.RevokedAt != nil {
+			state = "revoked"
+		}
+		t.row(k.ID, k.Service, strings.Join(k.Verbs, ","), clockText(k.IssuedAt), at(k.ExpiresAt), at(k.LastUsedAt), state, k.Label)
+	}
+	t.flush()
+	return nil
+}
+
+func tokenRevokeCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("token revoke")
+	c := localClient(fs, stdout, stderr)
+	return &ffcli.Command{
+		Name:       "revoke",
+		ShortUsage: "toad token revoke TOKEN [FLAGS]",
+		ShortHelp:  "end a token, by its id",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("token revoke", args, "TOKEN"); err != nil {
+				return err
+			}
+			if !tokenArg.MatchString(args[0]) { // it may be the token itself: not to be repeated
+				return usageError("token revoke: this is not a token's id", "toad token list shows them")
+			}
+			return c.revokeToken(ctx, args[0])
+		},
+	}
+}
+
+// revokeToken asks until it is answered: a token that is revoked already is no other answer.
+func (c *client) revokeToken(ctx context.Context, id string) error {
+	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, answerTime)
+	var t wireToken
+	if err == nil {
+		err = decodeAnswer(raw, &t)
+	}
+	if err != nil {
+		e := c.explain(err, "revoking "+id, "")
+		if e.status != exitRefused && c.reached.Load() {
+			e.hint = "it may not be durable yet; revoke it again: " + c.command("token", "revoke", id)
+		}
+		return e
+	}
+	if c.json {
+		c.document(raw)
+		return nil
+	}
+	printLine(c.out, "token %s of %s is revoked", t.ID, t.Service)
+	return nil
 }
 
 func historyCmd(stdout, stderr io.Writer) *ffcli.Command {

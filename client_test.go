@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -83,6 +84,7 @@ type fakeToad struct {
 	service  wireService
 	steps    []wireOperation
 	log      []wireLogLine
+	events   []wireEvent
 	requests []string // method, path and query
 	posts    []string // bodies
 	// intercept may take over the n-th request (from 1) with that method; nil or false: it is
@@ -159,6 +161,18 @@ func (f *fakeToad) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		for _, l := range f.log {
 			json.NewEncoder(w).Encode(l)
 		}
+	case r.URL.Path == "/v1/events":
+		after, _ := strconv.ParseInt(r.FormValue("after"), 10, 64)
+		page := wireEvents{Events: []wireEvent{}, NextCursor: after}
+		for _, e := range f.events {
+			if e.Cursor > after && len(page.Events) < 2 {
+				page.Events, page.NextCursor = append(page.Events, e), e.Cursor
+			}
+		}
+		cliAnswer(w, 200, page)
+	case r.URL.Path == "/v1/operations/"+cliID+"/output":
+		w.Header().Set("Content-Type", "application/octet-stream")
+		io.WriteString(w, "\x1b[31mno database\nthe end")
 	case r.Method == http.MethodPost && len(f.steps) > 0,
 		r.URL.Path == "/v1/operations/"+cliID && len(f.steps) > 0:
 		cliAnswer(w, 200, f.steps[0])
@@ -780,6 +794,87 @@ func TestClientLogFollow(t *testing.T) {
 	}
 }
 
+func cliEvents(n int) (events []wireEvent, text string) {
+	for i := range n {
+		e := wireEvent{Cursor: int64(i + 1), At: wireTime(cliTime.Add(time.Duration(i) * time.Second)), Type: "refused", Actor: "local", Detail: "POST /v1/deployments: held"}
+		line := fmt.Sprintf("%6d  2026-11-24 09:30:%02dZ  refused             local     -  POST /v1/deployments: held", i+1, i)
+		if i == 2 {
+			e.Count = 7
+			line += " (7 times)"
+		}
+		events, text = append(events, e), text+line+"\n"
+	}
+	return events, text
+}
+
+func TestClientEvents(t *testing.T) {
+	f := newFakeToad(t)
+	var want string
+	f.events, want = cliEvents(5)
+	status, stdout, _ := f.toad("events", "hello")
+	if diff := cmp.Diff(want, stdout); diff != "" || status != 0 {
+		t.Errorf("status %d (-want +got):\n%s", status, diff)
+	}
+	f.seen(t, "GET /v1/events?after=0&service=hello", "GET /v1/events?after=2&service=hello", "GET /v1/events?after=4&service=hello", "GET /v1/events?after=5&service=hello")
+	status, stdout, _ = f.toad("events", "--after", "3", "--json")
+	var lines bytes.Buffer
+	for _, e := range f.events[3:] {
+		json.NewEncoder(&lines).Encode(e)
+	}
+	if diff := cmp.Diff(lines.String(), stdout); diff != "" || status != 0 {
+		t.Errorf("status %d (-want +got):\n%s", status, diff)
+	}
+}
+
+// Followed events are printed once each, over a restart of the server, until the operator stops.
+func TestClientEventsFollow(t *testing.T) {
+	f := newFakeToad(t)
+	all, want := cliEvents(4)
+	f.events = all[:2]
+	ctx, cancel := context.WithCancel(t.Context())
+	f.intercept = func(w http.ResponseWriter, method string, n int) bool {
+		switch n {
+		case 2:
+			cliDrop()
+		case 3:
+			f.mu.Lock()
+			f.events = all
+			f.mu.Unlock()
+		case 5:
+			cancel()
+			cliDrop()
+		}
+		return false
+	}
+	var out, err bytes.Buffer
+	status := run(ctx, []string{"events", "hello", "--follow", "--socket", f.socket}, &out, &err)
+	if diff := cmp.Diff(want, out.String()); diff != "" || status != exitInterrupted {
+		t.Errorf("status %d (-want +got):\n%s%s", status, diff, &err)
+	}
+	if r := f.requested(); !strings.Contains(r[0], "wait=30") {
+		t.Errorf("requests: %q", r)
+	}
+}
+
+func TestClientOutput(t *testing.T) {
+	f := newFakeToad(t)
+	if status, stdout, _ := f.toad("output", cliID); status != 0 || stdout != "\x1b[31mno database\nthe end" {
+		t.Errorf("status %d, %q", status, stdout)
+	}
+	status, stdout, _ := f.toad("output", cliID, "--json")
+	var doc map[string]string
+	if err := json.Unmarshal([]byte(stdout), &doc); err != nil || status != 0 || doc["output"] != "\x1b[31mno database\nthe end" || strings.Contains(stdout, "\x1b") {
+		t.Errorf("status %d, %q", status, stdout)
+	}
+	var out bytes.Buffer // as on a terminal
+	if printText(&out, []byte("\x1b[31mno\tdatabase\r\nthe \u202eend")); out.String() != "[31mno database\nthe end\n" {
+		t.Errorf("%q", &out)
+	}
+	if status, _, stderr := f.toad("output", strings.Repeat("z", 26)); status != exitRefused {
+		t.Errorf("unknown operation: status %d, %s", status, stderr)
+	}
+}
+
 func TestClientPermute(t *testing.T) {
 	root := newRoot(io.Discard, io.Discard)
 	for line, want := range map[string]string{
@@ -808,7 +903,8 @@ func TestClientUsageErrors(t *testing.T) {
 		"", "frobnicate", "--frobnicate", "deploy", "deploy hello", "deploy hello a b", "deploy Hello a", "deploy ../x a",
 		"deploy hello a --expect -1", "deploy hello a --expect x", "deploy hello a --key", "deploy hello a --frobnicate",
 		"watch", "watch hello", "watch " + cliID + "0", "rollback", "rollback a_b", "rollback hello hello", "log", "log x",
-		"history", "history hello --limit many", "status Hello", "status a b", "check", "version now", "serve now",
+		"history", "history hello --limit many", "status Hello", "status a b", "check",
+		"events Hello", "events hello hello", "events --after x", "output", "output hello", "audit", "audit check", "audit verify Hello", "audit verify a b", "version now", "serve now",
 	} {
 		var out, err bytes.Buffer
 		status := run(t.Context(), strings.Fields(line), &out, &err)
@@ -850,7 +946,7 @@ func TestClientServeFlags(t *testing.T) {
 		c.FlagSet.VisitAll(func(f *flag.Flag) { got[f.Name] = f.DefValue })
 		want := map[string]string{
 			"bus": "unix:path=/run/toad/bus", "podman": "unix:///run/toad/podman/podman.sock", "quadlets": "/quadlet", "data": "/data",
-			"enrollment": "/enrollment", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
+			"enrollment": "/enrollment", "listen": ":8440", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
 			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets", "watchdog": "0s",
 		}
 		if diff := cmp.Diff(want, got); diff != "" {

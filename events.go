@@ -4,15 +4,20 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -137,6 +142,7 @@ type event struct {
 	Operation string    `json:"operation_id"`
 	Actor     string    `json:"actor"`
 	Detail    string    `json:"detail"`
+	Count     int64     `json:"count,omitempty"` // of so many like it that came as one, this is the last
 	Prev      string    `json:"prev"`
 	Hash      string    `json:"hash"`
 }
@@ -145,6 +151,14 @@ type event struct {
 type eventHead struct {
 	Cursor int64  `json:"cursor"`
 	Hash   string `json:"hash"`
+}
+
+// eventEnd is the last event that the record names.
+func (r *record) eventEnd() eventHead {
+	if n := len(r.Events); n > 0 {
+		return eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
+	}
+	return r.EventHead
 }
 
 // seal sets the event's place in the chain after head, and returns the new head.
@@ -158,19 +172,27 @@ func (e *event) seal(head eventHead) eventHead {
 	return eventHead{e.Cursor, e.Hash}
 }
 
-// eventLog is a service's events.jsonl as it is known to be on disk.
+// eventLog is an events.jsonl as it is known to be on disk. One writer at a time appends; whoever reads
+// is given what is durable, and waits for no write.
 type eventLog struct {
 	path string
-	size int64     // of whole, durable lines
-	head eventHead // of the last of them
+
+	mu     sync.Mutex // guards what follows, never held across a call to the disk; the writer alone sets it
+	size   int64      // of whole, durable lines
+	head   eventHead  // of the last of them
+	recent []event    // the last of them, oldest first: who follows the log is served without the disk
+	grown  chan struct{}
 }
+
+// keptEvents is how many of the last events stay in memory.
+const keptEvents = 64
 
 // openEvents brings the log in step with the record: a torn last line, which a kill leaves, is cut
 // (its event is in the record), and what the last commit made known is appended if it is missing. A
 // log whose end is not what the record says is refused.
 func (d *dataDir) openEvents(r *record) (*eventLog, error) {
-	l := &eventLog{path: d.serviceFile(r.Service, "events.jsonl")}
-	if err := l.readEnd(); err != nil {
+	l, err := readEnd(d.serviceFile(r.Service, "events.jsonl"))
+	if err != nil {
 		return nil, err
 	}
 	known := l.head == r.EventHead
@@ -193,10 +215,11 @@ func (d *dataDir) openEvents(r *record) (*eventLog, error) {
 }
 
 // readEnd finds the last whole line. Size is where it ends, so that a torn one is cut by the next append.
-func (l *eventLog) readEnd() error {
+func readEnd(path string) (*eventLog, error) {
+	l := &eventLog{path: path, grown: make(chan struct{})}
 	b, err := tail(l.path, 1<<20)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("reading %s: %w: %w", l.path, errStorage, err)
+		return nil, fmt.Errorf("reading %s: %w: %w", l.path, errStorage, err)
 	}
 	end := bytes.LastIndexByte(b, '\n') + 1
 	if st, err := os.Stat(l.path); err == nil {
@@ -205,11 +228,11 @@ func (l *eventLog) readEnd() error {
 	if b = b[:end]; len(b) > 0 {
 		var e event
 		if err := json.Unmarshal(b[bytes.LastIndexByte(b[:end-1], '\n')+1:], &e); err != nil {
-			return fmt.Errorf("reading %s: %w: %w", l.path, errCorrupt, err)
+			return nil, fmt.Errorf("reading %s: %w: %w", l.path, errCorrupt, err)
 		}
 		l.head = eventHead{e.Cursor, e.Hash}
 	}
-	return nil
+	return l, nil
 }
 
 // append adds sealed events and is durable when it returns nil.
@@ -229,8 +252,303 @@ func (l *eventLog) append(events []event) error {
 		return err
 	}
 	e := events[len(events)-1]
+	l.mu.Lock()
 	l.size, l.head = l.size+int64(len(lines)), eventHead{e.Cursor, e.Hash}
+	l.recent = slices.Concat(l.recent, events) // who was given the old ones goes on reading them
+	l.recent = l.recent[max(0, len(l.recent)-keptEvents):]
+	l.mu.Unlock()
+	l.wake()
 	return nil
+}
+
+// wake lets everyone who waits for more look again.
+func (l *eventLog) wake() {
+	l.mu.Lock()
+	close(l.grown)
+	l.grown = make(chan struct{})
+	l.mu.Unlock()
+}
+
+// since returns at most limit events after a cursor, the end of the log, and a channel that is closed
+// when there are more. A cursor beyond the end has none.
+func (l *eventLog) since(after int64, limit int) (events []event, end int64, grown <-chan struct{}, err error) {
+	l.mu.Lock()
+	size, recent := l.size, l.recent
+	end, grown = l.head.Cursor, l.grown
+	l.mu.Unlock()
+	switch {
+	case after >= end:
+	case len(recent) > 0 && after >= recent[0].Cursor-1:
+		events = recent[after-recent[0].Cursor+1:]
+		events = events[:min(len(events), limit)]
+	default:
+		events, err = readEvents(l.path, size, after, limit)
+	}
+	return events, end, grown, err
+}
+
+// readEvents reads at most limit events after a cursor from the first size bytes of a log.
+func readEvents(path string, size, after int64, limit int) ([]event, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading events: %w", err)
+	}
+	defer f.Close()
+	at, err := seekEvent(f, size, after)
+	var events []event
+	for r := bufio.NewReader(io.NewSectionReader(f, at, size-at)); err == nil && len(events) < limit; {
+		var line []byte
+		if line, err = r.ReadBytes('\n'); err == io.EOF && len(line) == 0 {
+			return events, nil
+		}
+		var e event
+		if err == nil {
+			err = json.Unmarshal(line, &e)
+		}
+		if err == nil && e.Cursor > after {
+			if want := after + 1 + int64(len(events)); e.Cursor != want {
+				err = fmt.Errorf("%w: cursor %d where %d belongs", errCorrupt, e.Cursor, want)
+			}
+			events = append(events, e)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", path, err)
+	}
+	return events, nil
+}
+
+// seekEvent finds the beginning of a line at or a little before the one that follows a cursor. Cursors grow
+// with the lines, so it halves the file: a log of a gigabyte costs some fifteen small reads.
+func seekEvent(f io.ReaderAt, size, after int64) (int64, error) {
+	low, high := int64(0), size
+	for high-low > 64<<10 {
+		middle := low + (high-low)/2
+		r := bufio.NewReader(io.NewSectionReader(f, middle, high-middle))
+		cut, err := r.ReadBytes('\n')
+		var line []byte
+		if err == nil {
+			line, err = r.ReadBytes('\n')
+		}
+		var e struct{ Cursor int64 }
+		switch {
+		case err == io.EOF: // no whole line begins and ends there
+			high = middle
+			continue
+		case err != nil:
+			return 0, err
+		}
+		if err := json.Unmarshal(line, &e); err != nil {
+			return 0, fmt.Errorf("%w: %w", errCorrupt, err)
+		}
+		if e.Cursor > after {
+			high = middle
+		} else {
+			low = middle + int64(len(cut))
+		}
+	}
+	return low, nil
+}
+
+// ownLog is Toad's own event log. It has no record beside it: what it is told is durable when it returns.
+type ownLog struct {
+	path  string
+	tally tally
+
+	mu  sync.Mutex // one writer at a time
+	log *eventLog  // nil until it was read
+}
+
+// open reads the log's end once.
+func (o *ownLog) open() (l *eventLog, err error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.log == nil {
+		if o.log, err = readEnd(o.path); err == nil && o.log.size > 0 {
+			err = syncFile(o.path)
+		}
+		if err != nil {
+			o.log = nil
+		}
+	}
+	return o.log, err
+}
+
+// write appends events, and with them those that were counted and are due.
+func (o *ownLog) write(events ...event) error {
+	l, err := o.open()
+	if err != nil {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	due, settle := o.tally.take(nil)
+	events = append(events, due...)
+	head := l.head
+	for i := range events {
+		events[i].At = time.Now().UTC().Truncate(time.Millisecond)
+		head = events[i].seal(head)
+	}
+	err = l.append(events)
+	settle(err == nil) // a line that was written and not synced is cut by the next append
+	return err
+}
+
+// floods tells that events of a type may come in floods.
+func floods(typ string) bool {
+	switch typ {
+	case "restart", "unhealthy", "healthy", "refused", "denied":
+		return true
+	}
+	return false
+}
+
+// tallyPause is the least time between two events of one type and actor.
+const tallyPause = time.Minute
+
+// tallyMost bounds the actors that are told apart.
+const tallyMost = 64
+
+// tally counts the events that may come in floods in memory, where no disk can hold up who tells them. Of a type
+// and actor the first is due at once, what comes within a minute after that as one, with its count.
+type tally struct {
+	mu     sync.Mutex // never held across a call to the disk
+	counts map[tallyKey]*counted
+	ending bool          // what is counted is due now
+	woken  chan struct{} // one token: there is something to write
+}
+
+type tallyKey struct{ typ, actor string }
+
+type counted struct {
+	last event
+	n    int64     // not written yet
+	told time.Time // when some were last written
+}
+
+func newTally() tally { return tally{counts: map[tallyKey]*counted{}, woken: make(chan struct{}, 1)} }
+
+// of is the count that an event belongs to. Beyond the most there is one of the rest. The caller holds mu.
+func (t *tally) of(e event) *counted {
+	k := tallyKey{e.Type, e.Actor}
+	if t.counts[k] == nil && len(t.counts) >= tallyMost {
+		for old, c := range t.counts {
+			if c.n == 0 && time.Since(c.told) >= tallyPause {
+				delete(t.counts, old)
+			}
+		}
+		if len(t.counts) >= tallyMost {
+			k.actor = "others"
+		}
+	}
+	if t.counts[k] == nil {
+		t.counts[k] = &counted{}
+	}
+	c := t.counts[k]
+	e.Actor = k.actor
+	c.n, c.last = c.n+1, e
+	return c
+}
+
+// add counts an event that is to be written when it is due.
+func (t *tally) add(e event) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if c := t.of(e); c.n == 1 {
+		select {
+		case t.woken <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// take counts what a commit makes known, and returns what is due to be written with it. settle is told
+// once what became of the commit: what was not written stays counted, and what the commit itself was to
+// make known did not happen if it failed.
+func (t *tally) take(known []event) (due []event, settle func(done bool)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var made []*counted
+	for _, e := range known {
+		made = append(made, t.of(e))
+	}
+	now := time.Now()
+	taken := map[*counted]int64{}
+	for _, c := range t.counts {
+		if c.n == 0 || now.Sub(c.told) < tallyPause && !t.ending {
+			continue
+		}
+		e := c.last
+		if c.n > 1 {
+			e.Count = c.n
+		}
+		taken[c] = c.n
+		due = append(due, e)
+	}
+	slices.SortFunc(due, func(a, b event) int { return cmp.Or(cmp.Compare(a.Type, b.Type), cmp.Compare(a.Actor, b.Actor)) })
+	return due, func(done bool) {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if !done {
+			for _, c := range made {
+				c.n--
+			}
+			return
+		}
+		for c, n := range taken {
+			c.n, c.told = c.n-n, now
+		}
+	}
+}
+
+// next is the time until something is due; false if nothing is counted.
+func (t *tally) next() (left time.Duration, some bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, c := range t.counts {
+		if c.n > 0 {
+			if d := tallyPause - time.Since(c.told); !some || d < left {
+				left, some = d, true
+			}
+		}
+	}
+	return left, some
+}
+
+// end writes all that is still counted, for Toad is about to end.
+func (t *tally) end(write func() error) error {
+	t.mu.Lock()
+	t.ending = true
+	t.mu.Unlock()
+	if _, some := t.next(); !some {
+		return nil
+	}
+	return write()
+}
+
+// run writes what is due until ctx ends. A write that fails, and be it that the disk is full, is tried
+// again a little later; until then it is counted on.
+func (t *tally) run(ctx context.Context, write func() error) {
+	var again time.Time
+	for ctx.Err() == nil {
+		left, some := t.next()
+		left = max(left, time.Until(again))
+		if some && left <= 0 {
+			if write() != nil {
+				again = time.Now().Add(5 * time.Second)
+			}
+			continue
+		}
+		var due <-chan time.Time
+		if some {
+			due = time.After(left)
+		}
+		select {
+		case <-t.woken:
+		case <-due:
+		case <-ctx.Done():
+		}
+	}
 }
 
 // appendDurably cuts the file at size, appends and syncs.

@@ -5,13 +5,16 @@ package main
 
 import (
 	"archive/tar"
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -93,23 +96,32 @@ func (d *dataDir) fsckService(service string) []finding {
 		// Enrolled, and never deployed: there is nothing yet.
 		left, _ := filepath.Glob(filepath.Join(dir, "*", "*.json"))
 		if st, err := os.Stat(filepath.Join(dir, "events.jsonl")); len(left) == 0 && (err != nil || st.Size() == 0) {
-			return nil
+			if _, err := d.tokens(service, "tokens.json"); err != nil {
+				bad(filepath.Join(dir, "tokens.json"), "%v", err)
+			}
+			return all
 		}
 	}
 	if err != nil {
 		bad(main, "%v", err)
 		r = nil
 	}
+	if f, err := d.tokens(service, "tokens.json"); err != nil {
+		bad(filepath.Join(dir, "tokens.json"), "%v", err)
+	} else {
+		told := d.toldTokens(service)
+		for _, t := range f.Tokens {
+			if t.RevokedAt == nil && told[t.ID] == "token-revoked" {
+				bad(filepath.Join(dir, "tokens.json"), "token %s was revoked, and is not here", t.ID)
+			}
+		}
+	}
 	head, err := verifyEvents(filepath.Join(dir, "events.jsonl"))
 	if err != nil {
 		bad(filepath.Join(dir, "events.jsonl"), "%v", err)
 	} else if r != nil {
-		want := r.EventHead
-		if n := len(r.Events); n > 0 {
-			want = eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
-		}
-		if head != want {
-			bad(filepath.Join(dir, "events.jsonl"), "it ends at cursor %d, service.json names %d", head.Cursor, want.Cursor)
+		if end := r.eventEnd(); head != end {
+			bad(filepath.Join(dir, "events.jsonl"), "%v", endsElsewhere(head, end, "service.json"))
 		}
 	}
 
@@ -129,11 +141,17 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 	}
 	if r != nil {
+		images := r.Retired == nil // else they are being removed
 		if r.Current != nil {
-			refer("current", &r.Current.reference, true)
+			refer("current", &r.Current.reference, images)
 		}
 		if r.Rollback != nil {
-			refer("retained", &r.Rollback.reference, true)
+			refer("retained", &r.Rollback.reference, images)
+		}
+		if b := r.Barrier; b != nil && (r.Operation == nil || r.Operation.ID != b.Operation) {
+			if _, err := d.operation(service, b.Operation); err != nil {
+				bad(filepath.Join(dir, "operations", b.Operation+".json"), "the operation that raised the barrier: %v", err)
+			}
 		}
 		if op := r.active(); op != nil && op.State != preparing {
 			refer("candidate", &op.Candidate, true)
@@ -164,7 +182,11 @@ func (d *dataDir) fsckService(service string) []finding {
 		sub := filepath.Dir(rel)
 		switch {
 		case temporaryName.MatchString(e.Name()), strings.Contains(e.Name(), ".damaged-"): // swept at the next start; kept for a person
-		case rel == "service.json", rel == "events.jsonl":
+		case rel == "service.json", rel == "events.jsonl", rel == "tokens.json":
+		case sub == "." && name == "tokens.json":
+			if _, err := d.tokens(service, e.Name()); err != nil {
+				bad(path, "%v", err)
+			}
 		case sub == "." && name == "service.json":
 			if err := readRecord(path, &record{}); err != nil {
 				bad(path, "%v", err)
@@ -215,33 +237,70 @@ var (
 	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
 )
 
+// brokenChain says which line of a log of events is not as it should be. Lines are counted from 1, as
+// cursors are.
+type brokenChain struct {
+	line int64
+	text string
+}
+
+func (b *brokenChain) Error() string { return fmt.Sprintf("line %d %s", b.line, b.text) }
+
+// endsElsewhere says how a whole log differs from the end that somebody names.
+func endsElsewhere(head, end eventHead, by string) *brokenChain {
+	switch {
+	case head.Cursor < end.Cursor:
+		return &brokenChain{head.Cursor + 1, fmt.Sprintf("is missing: the last that %s names is %d; what a Toad that was killed had no time to write is added when it starts, anything else was removed", by, end.Cursor)}
+	case head.Cursor > end.Cursor:
+		return &brokenChain{end.Cursor + 1, fmt.Sprintf("is one too many: the last that %s names is %d", by, end.Cursor)}
+	}
+	return &brokenChain{head.Cursor, fmt.Sprintf("was replaced: it is not the one that %s names", by)}
+}
+
 // verifyEvents follows the chain of a whole log and returns its end. A log that is not there is empty.
-func verifyEvents(path string) (eventHead, error) {
+func verifyEvents(path string) (eventHead, error) { return verifyEventsTo(path, math.MaxInt64) }
+
+// verifyEventsTo follows the chain of the first size bytes, to the first line that does not fit: the error
+// is then a *brokenChain.
+func verifyEventsTo(path string, size int64) (eventHead, error) {
 	var head eventHead
-	b, err := os.ReadFile(path)
+	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return head, nil
 	} else if err != nil {
 		return head, err
 	}
-	n := 0
-	for line := range strings.Lines(string(b)) {
-		n++
-		var e event
-		if !strings.HasSuffix(line, "\n") {
-			return head, fmt.Errorf("line %d is torn", n)
+	defer f.Close()
+	bad := func(format string, a ...any) (eventHead, error) {
+		return head, &brokenChain{head.Cursor + 1, fmt.Sprintf(format, a...)}
+	}
+	for r := bufio.NewReader(io.LimitReader(f, size)); ; {
+		line, err := r.ReadBytes('\n')
+		switch {
+		case err == io.EOF && len(line) == 0:
+			return head, nil
+		case err == io.EOF:
+			return bad("is torn")
+		case err != nil:
+			return head, err
 		}
-		if err := json.Unmarshal([]byte(line), &e); err != nil {
-			return head, fmt.Errorf("line %d is no event: %w", n, err)
+		var e event
+		if err := json.Unmarshal(line, &e); err != nil {
+			return bad("is no event: %v", err)
 		}
 		sealed := e
-		next := sealed.seal(head)
-		if again, _ := json.Marshal(sealed); sealed != e || string(again)+"\n" != line {
-			return head, fmt.Errorf("line %d (cursor %d) was changed, or lines before it are missing or out of order", n, e.Cursor)
+		next := sealed.seal(eventHead{e.Cursor - 1, e.Prev})
+		again, err := json.Marshal(sealed)
+		switch {
+		case err != nil || sealed != e || string(again)+"\n" != string(line):
+			return bad("was changed")
+		case e.Cursor != head.Cursor+1:
+			return bad("has cursor %d: lines before it were removed, added or moved", e.Cursor)
+		case e.Prev != head.Hash:
+			return bad("does not follow from the one before it: one of them was replaced")
 		}
 		head = next
 	}
-	return head, nil
 }
 
 // evidence is what everything but the record to be put back says of a service.
@@ -252,13 +311,14 @@ type evidence struct {
 	logged   []string          // operations that the event log says were promoted
 	head     eventHead         // the event log's end
 	logErr   error             // why the event log is not to be trusted
+	asked    map[string]event  // the last event of each kind of request: suspend, resume, reconcile, retire, deploy
 }
 
 var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
 
 // gather reads everything of a service that can be read, a damaged service.json included.
 func (d *dataDir) gather(service string, running []container) evidence {
-	ev := evidence{accepted: map[string]string{}}
+	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}}
 	see := func(g int64) { ev.highest = max(ev.highest, g) }
 	dir := d.serviceFile(service)
 	for _, name := range []string{"service.json", "service.json.prev"} {
@@ -295,7 +355,16 @@ func (d *dataDir) gather(service string, running []container) evidence {
 	b, _ := os.ReadFile(log)
 	for line := range strings.Lines(string(b)) {
 		var e event
-		if json.Unmarshal([]byte(line), &e) != nil || !operationID.MatchString(e.Operation) {
+		if json.Unmarshal([]byte(line), &e) != nil {
+			continue
+		}
+		switch e.Type {
+		case "deploy", "suspend", "resume", "reconcile", "retire":
+			if ev.logErr == nil {
+				ev.asked[e.Type] = e
+			}
+		}
+		if !operationID.MatchString(e.Operation) {
 			continue
 		}
 		switch e.Type {
@@ -324,6 +393,45 @@ func (d *dataDir) gather(service string, running []container) evidence {
 		}
 	}
 	return ev
+}
+
+// toldTokens is the last that a service's event log says of each token.
+func (d *dataDir) toldTokens(service string) map[string]string {
+	told := map[string]string{}
+	b, _ := os.ReadFile(d.serviceFile(service, "events.jsonl"))
+	for line := range strings.Lines(string(b)) {
+		var e event
+		if json.Unmarshal([]byte(line), &e) == nil && strings.HasPrefix(e.Type, "token-") {
+			told[e.Detail] = e.Type
+		}
+	}
+	return told
+}
+
+// restoreTokens writes tokens.json from one of before, or from itself. Of it only those tokens stay valid
+// that the event log knows as issued and not as revoked; none if the log does not verify.
+func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
+	told := d.toldTokens(from.Service)
+	if _, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl")); err != nil {
+		told = nil
+	}
+	f := *from
+	f.Tokens, f.Owed = slices.Clone(from.Tokens), nil
+	for i, t := range f.Tokens {
+		if t.RevokedAt == nil && told[t.ID] != "token-issued" {
+			f.Tokens[i].RevokedAt = &now
+		}
+		if f.Tokens[i].RevokedAt != nil && told[t.ID] != "token-revoked" {
+			f.Owed = append(f.Owed, tokenEvent{"token-revoked", t.ID, "local"})
+		}
+	}
+	path := d.serviceFile(from.Service, "tokens.json")
+	if _, err := d.tokens(from.Service, "tokens.json"); err != nil {
+		if err := setAside(path, now.UTC().Format("20060102T150405")); err != nil {
+			return err
+		}
+	}
+	return d.withReserve(func() error { return writeRecord(path, &f) })
 }
 
 // restoreService puts service.json back from a record of before. Its current and retained revisions are
@@ -367,10 +475,30 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
 	r.Held, r.Installed = nil, false
+	// What was asked for since the record was written is in the log.
+	last := func(kind string) int64 { return ev.asked[kind].Cursor }
+	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
+		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
+	}
+	if last("resume") > last("suspend") && r.Suspended != nil {
+		r.Suspended, r.Resume = nil, &resumption{Since: ev.asked["resume"].At, By: ev.asked["resume"].Actor}
+	}
+	if last("deploy") > last("retire") {
+		r.Retired = nil
+	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
+		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
+	}
+	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+		r.Barrier = nil
+	}
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	end := func(op *operation) {
+		from := op.State
 		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
 		op.Timeline = append(op.Timeline, transition{hasFailed, now})
+		if op.raisesBarrier(from) {
+			r.Barrier = &barrier{op.ID, now}
+		}
 	}
 	var maybe *reference // a candidate that may run
 	if op := r.active(); op != nil {
@@ -391,9 +519,12 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		}
 		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},
 			Timeline: []transition{{preparing, idTime(id).UTC()}}}
-		if g := d.generationOf(service, id); g > 0 {
+		if g := d.generationOf(service, id); g > 0 { // how far it came is not known
 			op.Candidate.Generation = g
 			maybe = &reference{Generation: g, Image: op.Candidate.Image, Operation: id}
+			if rev, err := d.revision(service, g); err == nil && rev.Enrollment.Barrier {
+				op.State, op.Barrier = activating, true
+			}
 		}
 		end(&op)
 		if err := d.archive(service, &op); err != nil {
@@ -408,6 +539,14 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	stamp := now.UTC().Format("20060102T150405")
 	log := d.serviceFile(service, "events.jsonl")
 	if ev.logErr != nil {
+		// Which tokens were revoked is not known: before the log is gone, all of them are.
+		tokens, err := d.tokens(service, "tokens.json")
+		if err == nil && len(tokens.Tokens) > 0 {
+			err = d.restoreTokens(tokens, now)
+		}
+		if err != nil && !errors.Is(err, errCorrupt) { // of a damaged one none is valid
+			return err
+		}
 		if err := setAside(log, stamp); err != nil {
 			return err
 		}
@@ -450,15 +589,30 @@ func setAside(path, stamp string) error {
 	return syncDir(filepath.Dir(path))
 }
 
-// restoreNamed puts one record back from its last valid predecessor. Only service.json has one that a
-// restore can use; every other record is immutable and comes from a backup.
+// restoreNamed puts one record back from its last valid predecessor. Only service.json and tokens.json have
+// one that a restore can use; every other record is immutable and comes from a backup.
 func (d *dataDir) restoreNamed(name string, running func(service string) ([]container, error), now time.Time) (string, error) {
 	name = filepath.Clean(strings.TrimPrefix(name, d.path+string(filepath.Separator)))
 	parts := strings.Split(name, string(filepath.Separator))
-	if len(parts) != 3 || parts[0] != "services" || !serviceID.MatchString(parts[1]) || parts[2] != "service.json" {
-		return "", fmt.Errorf("restoring %s: only services/SERVICE/service.json is put back by name; other records come from a backup (toad restore)", name)
+	if len(parts) != 3 || parts[0] != "services" || !serviceID.MatchString(parts[1]) || parts[2] != "service.json" && parts[2] != "tokens.json" {
+		return "", fmt.Errorf("restoring %s: only services/SERVICE/service.json and tokens.json are put back by name; other records come from a backup (toad restore)", name)
 	}
 	service := parts[1]
+	if parts[2] == "tokens.json" {
+		if _, err := os.Lstat(d.serviceFile(service, "tokens.json")); err == nil {
+			if _, err := d.tokens(service, "tokens.json"); err == nil {
+				return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
+			}
+		}
+		from, err := d.tokens(service, "tokens.json.prev")
+		if err == nil && from.SHA256 == "" {
+			err = errNotFound
+		}
+		if err != nil {
+			return "", fmt.Errorf("restoring %s: its predecessor: %w; put it back from a backup (toad restore)", name, err)
+		}
+		return name + " from tokens.json.prev", d.restoreTokens(from, now)
+	}
 	list, err := running(service)
 	if err != nil {
 		return "", fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
@@ -534,9 +688,14 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 	for _, name := range names {
 		unlock := lock(name)
 		main, err := os.ReadFile(d.serviceFile(name, "service.json"))
-		var events []byte
+		var events, tokens []byte
 		if err == nil {
 			events, err = os.ReadFile(d.serviceFile(name, "events.jsonl"))
+		}
+		if err == nil {
+			if tokens, err = os.ReadFile(d.serviceFile(name, "tokens.json")); errors.Is(err, fs.ErrNotExist) {
+				err = nil
+			}
 		}
 		unlock()
 		if errors.Is(err, fs.ErrNotExist) {
@@ -544,10 +703,16 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		} else if err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
-		if err := decodeRecord(main, &record{}); err != nil {
+		if err = decodeRecord(main, &record{}); err == nil && tokens != nil {
+			err = decodeRecord(tokens, &tokenFile{})
+		}
+		if err != nil {
 			return fmt.Errorf("backing up %s: %w; mend it first (toad fsck)", name, err)
 		}
-		if err := errors.Join(add(filepath.Join("services", name, "service.json"), main), add(filepath.Join("services", name, "events.jsonl"), events)); err != nil {
+		if tokens != nil {
+			err = add(filepath.Join("services", name, "tokens.json"), tokens)
+		}
+		if err := errors.Join(err, add(filepath.Join("services", name, "service.json"), main), add(filepath.Join("services", name, "events.jsonl"), events)); err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
 		for _, sub := range []string{"revisions", "operations", "keys", "images"} {
@@ -635,7 +800,15 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 	for _, name := range names {
 		cur := &record{}
 		if readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil {
-			done = append(done, name+": left alone, its record is whole")
+			put, err := d.restoreTokensOf(b, name, now)
+			if err != nil {
+				return done, err
+			}
+			if put {
+				done = append(done, name+": its tokens were put back")
+			} else {
+				done = append(done, name+": left alone, its record is whole")
+			}
 			continue
 		}
 		from := &record{}
@@ -649,7 +822,7 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 			}
 			rel, _ := filepath.Rel(tmp, path)
 			to := filepath.Join(d.path, rel)
-			if _, err := os.Lstat(to); err == nil || filepath.Base(rel) == "service.json" {
+			if _, err := os.Lstat(to); err == nil || filepath.Base(rel) == "service.json" || filepath.Base(rel) == "tokens.json" {
 				return nil
 			}
 			if err := makeDir(filepath.Dir(to)); err != nil {
@@ -663,6 +836,9 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		if err != nil {
 			return done, fmt.Errorf("restoring %s: %w", name, err)
 		}
+		if _, err := d.restoreTokensOf(b, name, now); err != nil {
+			return done, err
+		}
 		list, err := running(name)
 		if err != nil {
 			return done, fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
@@ -673,6 +849,18 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		done = append(done, name+": put back")
 	}
 	return done, nil
+}
+
+// restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.
+func (d *dataDir) restoreTokensOf(backup *dataDir, service string, now time.Time) (bool, error) {
+	from, err := backup.tokens(service, "tokens.json")
+	if err != nil {
+		return false, fmt.Errorf("restoring %s: the backup's tokens: %w", service, err)
+	}
+	if cur, err := d.tokens(service, "tokens.json"); err == nil && cur.SHA256 != "" || len(from.Tokens) == 0 {
+		return false, nil
+	}
+	return true, d.restoreTokens(from, now)
 }
 
 // runningAs lists the containers of a service for evidence; a Podman that does not answer is an error,
@@ -695,6 +883,18 @@ func (d *daemon) lockService(name string) (unlock func()) {
 	return s.mu.Unlock
 }
 
+// reread takes up what became of a service's tokens. Its lock is held.
+func (d *daemon) reread(name string) {
+	d.mu.Lock()
+	s := d.services[name]
+	d.mu.Unlock()
+	if s == nil {
+		return
+	}
+	s.readTokens()
+	s.tryTellTokens()
+}
+
 // postFsck checks every record, and puts one back if it is named.
 func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 	b, err := readBody(r)
@@ -714,6 +914,7 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 			parts := strings.Split(filepath.Clean(req.Restore), string(filepath.Separator))
 			if n := len(parts); n >= 2 {
 				defer d.lockService(parts[n-2])()
+				defer d.reread(parts[n-2])
 			}
 			return d.data.restoreNamed(req.Restore, func(service string) ([]container, error) {
 				return runningAs(r.Context(), d.host.containers, service)
@@ -768,7 +969,7 @@ func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error)
 func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("fsck")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
 	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
 	cmd.ShortHelp = "check every record; changes nothing without --restore"
@@ -830,7 +1031,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f dataFlags
 	cmd := f.command("backup")
-	c := newClient(cmd.FlagSet, stdout, stderr)
+	c := localClient(cmd.FlagSet, stdout, stderr)
 	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
 	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
 	cmd.Exec = func(ctx context.Context, args []string) error {
@@ -880,6 +1081,166 @@ func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
 			printLine(stdout, "%s", line)
 		}
 		return err
+	}
+	return cmd
+}
+
+// wireAudit tells of each log of events whether it is whole.
+type wireAudit struct {
+	OK   bool        `json:"ok"`
+	Logs []wireChain `json:"logs"`
+}
+
+type wireChain struct {
+	File    string `json:"file"` // below the data directory
+	Service string `json:"service,omitempty"`
+	Events  int64  `json:"events"`         // that follow from each other, from the first on
+	Hash    string `json:"hash,omitempty"` // of the last of them
+	Line    int64  `json:"line,omitempty"` // the first that is not as it should be
+	Problem string `json:"problem,omitempty"`
+}
+
+// audit follows the chain of a service's events to the head that its record names, or of Toad's own for "".
+// lock keeps record and log in step while both are looked at; the lines are read after it, up to where the
+// log then ended, so that a long one holds up nobody.
+func (d *dataDir) audit(service string, lock func(service string) (unlock func())) wireChain {
+	path := filepath.Join(d.path, "events.jsonl")
+	if service != "" {
+		path = d.serviceFile(service, "events.jsonl")
+	}
+	unlock := lock(service)
+	r := &record{}
+	var err error
+	if service != "" {
+		err = readRecord(d.serviceFile(service, "service.json"), r)
+	}
+	size := int64(0)
+	if st, serr := os.Stat(path); serr == nil {
+		size = st.Size()
+	}
+	unlock()
+
+	c := wireChain{Service: service}
+	c.File, _ = filepath.Rel(d.path, path)
+	head, verr := verifyEventsTo(path, size)
+	c.Events, c.Hash = head.Cursor, head.Hash
+	var bad *brokenChain
+	switch end := r.eventEnd(); {
+	case errors.As(verr, &bad):
+		c.Line, c.Problem = bad.line, bad.Error()
+	case verr != nil:
+		c.Problem = verr.Error()
+	case service == "" || head == end && (err == nil || errors.Is(err, fs.ErrNotExist)):
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		c.Problem = "every line follows, but which is the last cannot be told: service.json cannot be read"
+	default:
+		bad = endsElsewhere(head, end, "service.json")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	return c
+}
+
+// getAudit verifies the log of one service, or all of them and Toad's own.
+func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
+	if !callerOf(r).local() {
+		return refuse("not_found", "there is no such route")
+	}
+	a := wireAudit{OK: true, Logs: []wireChain{}}
+	add := func(c wireChain) {
+		a.Logs, a.OK = append(a.Logs, c), a.OK && c.Problem == ""
+	}
+	if name := r.FormValue("service"); name != "" {
+		s, err := d.service(name)
+		if err != nil {
+			return err
+		}
+		add(d.data.audit(s.name, d.lockService))
+		return writeJSON(w, http.StatusOK, a)
+	}
+	own := int64(0) // what was written before the lines are read must be there
+	if l, err := d.data.own.open(); err == nil {
+		_, own, _, _ = l.since(0, 0)
+	}
+	c := d.data.audit("", func(string) func() {
+		d.data.own.mu.Lock()
+		return d.data.own.mu.Unlock
+	})
+	if c.Problem == "" && c.Events < own {
+		bad := endsElsewhere(eventHead{Cursor: c.Events}, eventHead{Cursor: own}, "the running Toad")
+		c.Line, c.Problem = bad.line, bad.Error()
+	}
+	add(c)
+	for _, s := range d.all() {
+		add(d.data.audit(s.name, d.lockService))
+	}
+	return writeJSON(w, http.StatusOK, a)
+}
+
+func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var f dataFlags
+	cmd := f.command("audit")
+	c := newClient(cmd.FlagSet, stdout, stderr)
+	cmd.ShortUsage = "toad audit verify [SERVICE] [FLAGS]"
+	cmd.ShortHelp = "see that no line of the event logs was changed, removed or moved"
+	cmd.LongHelp = "Who keeps the count and the hash it prints can tell later that the log begins with the same lines.\nOf Toad's own log only the running server knows the end."
+	cmd.Exec = func(ctx context.Context, args []string) error {
+		if len(args) == 0 || args[0] != "verify" {
+			return usageError("audit: verify is missing", "toad audit verify [SERVICE]")
+		}
+		service, query := "", ""
+		if len(args) > 1 {
+			if err := wantArgs("audit", args[1:], "SERVICE"); err != nil {
+				return err
+			}
+			service, query = args[1], "?service="+args[1]
+		}
+		var a wireAudit
+		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, time.Minute*10)
+		switch {
+		case err == nil:
+			if err := decodeAnswer(raw, &a); err != nil {
+				return c.explain(err, "audit", service)
+			}
+		case c.reached.Load() || !errors.As(err, new(lostError)):
+			return c.explain(err, "audit", service)
+		default: // no server: do it here, under both locks
+			d, _, err := f.alone()
+			if err != nil {
+				return err
+			}
+			defer d.close()
+			names, err := d.services()
+			if err != nil {
+				return err
+			}
+			if service == "" {
+				names = append([]string{""}, names...)
+			} else if names = slices.DeleteFunc(names, func(n string) bool { return n != service }); len(names) == 0 {
+				return fmt.Errorf("audit: there is no service %s", service)
+			}
+			for _, name := range names {
+				a.Logs = append(a.Logs, d.audit(name, func(string) func() { return func() {} }))
+			}
+			a.OK = !slices.ContainsFunc(a.Logs, func(l wireChain) bool { return l.Problem != "" })
+			if raw, err = json.Marshal(a); err != nil {
+				return err
+			}
+		}
+		if c.json {
+			c.document(raw)
+		} else {
+			for _, l := range a.Logs {
+				if l.Problem != "" {
+					printLine(stdout, "%s: %s", l.File, l.Problem)
+				} else {
+					printLine(stdout, "%s: whole, %d events, hash %s", l.File, l.Events, cmp.Or(l.Hash, "-"))
+				}
+			}
+		}
+		if !a.OK {
+			return &commandError{status: exitRefused}
+		}
+		return nil
 	}
 	return cmd
 }

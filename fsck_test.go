@@ -83,7 +83,7 @@ func TestDamagedRecords(t *testing.T) {
 		"events gone":        {"events.jsonl", nil, true, "service.json names"},
 		"events cut":         {"events.jsonl", func(b []byte) []byte { return b[:bytes.LastIndexByte(b[:len(b)-1], '\n')+1] }, true, "service.json names"},
 		"events changed":     {"events.jsonl", func(b []byte) []byte { return bytes.Replace(b, []byte("promote"), []byte("xromote"), 1) }, false, "was changed"},
-		"events: line gone":  {"events.jsonl", func(b []byte) []byte { return b[bytes.IndexByte(b, '\n')+1:] }, false, "was changed, or lines before it"},
+		"events: line gone":  {"events.jsonl", func(b []byte) []byte { return b[bytes.IndexByte(b, '\n')+1:] }, false, "lines before it were removed"},
 		"revision damaged":   {"revisions/2.json", flip, true, ""},
 		"revision gone":      {"revisions/1.json", nil, false, "the retained revision"},
 		"unit damaged":       {"revisions/2.container", flip, true, "do not belong together"},

@@ -12,6 +12,7 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -37,6 +38,7 @@ type fakeHost struct {
 	containers map[string]*hostContainer
 	images     map[string]string // in Podman: reference → image id
 	starts     []fakeStart       // Podman's own start events
+	journal    []fakeLine
 	networks   map[string]bool
 	apps       map[string]*app // image digest → how it behaves
 	registry   map[string]fakeImage
@@ -55,6 +57,7 @@ type fakeHost struct {
 	registryDown bool
 	podmanHangs  bool
 	managerHangs bool
+	journalHangs bool
 	generator    func(unit string, text []byte) bool // false: refuses
 	analyze      bool
 	badFlags     bool // podman refuses the command's flags
@@ -92,6 +95,7 @@ type app struct {
 	noLimit      bool          // StartLimitIntervalSec=0
 	noRestart    bool          // Restart=no
 	exits        int
+	says         string // written at each start
 }
 
 type fakeImage struct {
@@ -137,6 +141,13 @@ type hostContainer struct {
 type fakeStart struct {
 	name string
 	at   time.Time
+}
+
+// fakeLine is one line of the journal that a container wrote.
+type fakeLine struct {
+	at              time.Time
+	unit, container string
+	text            string
 }
 
 func newFakeHost(t testing.TB) *fakeHost {
@@ -201,6 +212,16 @@ func (h *fakeHost) fetch(ctx context.Context, dir, image string, limit byteSize)
 		}
 	}
 	return checkLayout(dir, digest)
+}
+
+// inspect is the look at an image that is not fetched.
+func (h *fakeHost) inspect(ctx context.Context, dir, image string, limit byteSize) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if _, ok := h.registry[digestOf(image)]; h.registryDown || !ok {
+		return failed("fetch_failed", errors.New(canary+": registry is down"), digestOf(image), "no connection, or it broke off")
+	}
+	return nil
 }
 
 // step is the gate of every mutation.
@@ -449,6 +470,9 @@ func (h *fakeHost) run(u *hostUnit) {
 			Labels: labelsOf(u.text), StartedAt: time.Now(), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
 		h.containers[c.ID] = c
 		h.starts = append(h.starts, fakeStart{name, time.Now().Add(h.wallOffset)})
+		if a.says != "" {
+			h.journal = append(h.journal, fakeLine{time.Now().Add(h.wallOffset), u.name, name, a.says})
+		}
 		u.container, u.mainPID, u.job, u.begun = c, c.ConmonPID, 0, time.Now()
 		h.set(u, "active", "running")
 		h.singleton()
@@ -671,7 +695,7 @@ func (h *fakeHost) ResetFailed(ctx context.Context, name string) error {
 	return err
 }
 
-// Run plays the two host programs that are run on a candidate's unit.
+// Run plays the host programs that are run on a candidate's unit, and the journal's.
 func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, output string) (bool, error) {
 	if err := h.ask(ctx, &h.managerHangs); err != nil {
 		return false, err
@@ -685,6 +709,14 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		return !h.badFlags, os.WriteFile(output, nil, 0o600)
+	}
+	if argv[0] == "/usr/bin/journalctl" {
+		if err := h.ask(ctx, &h.journalHangs); err != nil {
+			return false, err
+		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return true, os.WriteFile(output, []byte(h.journalctl(argv)), 0o600)
 	}
 	dir, _, _ := strings.Cut(strings.TrimPrefix(env[0], "QUADLET_UNIT_DIRS="), ":")
 	files, _ := filepath.Glob(filepath.Join(dir, "*.container"))
@@ -700,6 +732,34 @@ func (h *fakeHost) Run(ctx context.Context, name string, argv, env []string, out
 		fmt.Fprintf(&out, "---%s---\n[Unit]\nSourcePath=%s\n[Service]\nExecStart=/usr/bin/podman run -d %s\n", serviceName(filepath.Base(f)), f, lineOf(string(b), "Image="))
 	}
 	return ok, os.WriteFile(output, []byte(out.String()), 0o600)
+}
+
+// journalctl prints the lines that these arguments ask for.
+func (h *fakeHost) journalctl(argv []string) string {
+	arg := func(name string) string {
+		for _, a := range argv {
+			if v, ok := strings.CutPrefix(a, name+"="); ok {
+				return v
+			}
+		}
+		h.t.Errorf("journalctl without %s: %q", name, argv)
+		return ""
+	}
+	when := func(name string) time.Time {
+		v, err := strconv.ParseFloat(strings.TrimPrefix(arg(name), "@"), 64)
+		if err != nil {
+			h.t.Errorf("journalctl: %v", err)
+		}
+		return time.UnixMilli(int64(math.Round(v * 1000)))
+	}
+	var lines []string
+	for _, l := range h.journal {
+		if l.unit == arg("_SYSTEMD_USER_UNIT") && l.container == arg("CONTAINER_NAME") && !l.at.Before(when("--since")) && !l.at.After(when("--until")) {
+			lines = append(lines, l.text)
+		}
+	}
+	most, _ := strconv.Atoi(arg("--lines"))
+	return strings.Join(lines[max(0, len(lines)-most):], "")
 }
 
 func (h *fakeHost) Incarnation(ctx context.Context) (string, error) {
@@ -888,7 +948,9 @@ func (h *fakeHost) reboot() {
 	h.mu.Lock()
 	h.booted++
 	h.incarn++
-	clear(h.containers)
+	for _, c := range h.containers { // nobody removed what was --rm: Podman keeps the records
+		c.Status, c.ConmonPID, c.Addresses = "created", 0, nil
+	}
 	clear(h.units)
 	h.mu.Unlock()
 	h.reload()
@@ -919,7 +981,7 @@ func (h *fakeHost) running(service string) []string {
 	defer h.mu.Unlock()
 	var list []string
 	for _, c := range h.containers {
-		if c.Labels["toad.service"] == service {
+		if c.Labels["toad.service"] == service && c.Status != "created" {
 			list = append(list, c.ImageName)
 		}
 	}
@@ -928,7 +990,7 @@ func (h *fakeHost) running(service string) []string {
 
 func (h *fakeHost) host() *host {
 	return &host{
-		units: h, containers: h, fetch: h.fetch, probe: h.probe, quadlets: h.quadlets,
+		units: h, containers: h, fetch: h.fetch, inspect: h.inspect, probe: h.probe, quadlets: h.quadlets,
 		wall: func() time.Time { h.mu.Lock(); defer h.mu.Unlock(); return time.Now().Add(h.wallOffset) },
 		boot: func() time.Duration { return time.Since(time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)) },
 		bootID: func() string {

@@ -91,7 +91,7 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 	raw, err := readBlob(dir, digest)
 	haveManifest := err == nil
 	if absent(err) {
-		raw, err = p.manifest(ctx, digest)
+		raw, err = p.document(ctx, "manifests", digest)
 	}
 	if err != nil {
 		return imageInfo{}, err
@@ -157,6 +157,44 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 		}
 	}
 	return info.imageInfo, nil
+}
+
+// inspect tells what a fetch would find wrong with an image by its manifest and config alone. It stores
+// nothing.
+func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize, platform string) error {
+	repository, digest, _ := strings.Cut(ref, "@")
+	p := &pull{registry: r, repository: repository}
+	defer p.close()
+	raw, err := readBlob(dir, digest)
+	fetched := absent(err)
+	if fetched {
+		raw, err = p.document(ctx, "manifests", digest)
+	}
+	if err != nil {
+		return err
+	}
+	m, err := parseManifest(raw, digest, platform)
+	if err != nil {
+		return err
+	}
+	if fetched && m.size > int64(limit) {
+		return failed("image_too_large", nil, digest, m.size, fmt.Sprintf("the enrolled limit is %d", limit))
+	}
+	config, err := readBlob(dir, m.config.Digest.String())
+	if absent(err) {
+		config, err = p.document(ctx, "blobs", m.config.Digest.String())
+	}
+	if err != nil {
+		return err
+	}
+	info, err := m.describe(config)
+	if err != nil {
+		return err
+	}
+	if got := info.platform; !samePlatform(got, platform) {
+		return failed("wrong_platform", nil, digest, publicPlatform(got), platform)
+	}
+	return nil
 }
 
 // checkLayout hashes the manifest of that digest and everything it names. The error is errNotFound
@@ -483,6 +521,11 @@ func (m *manifest) info(dir string) (platformInfo, error) {
 	if err != nil {
 		return platformInfo{}, err
 	}
+	return m.describe(raw)
+}
+
+// describe reads the bytes of the config.
+func (m *manifest) describe(raw []byte) (platformInfo, error) {
 	var config struct {
 		OS           string `json:"os"`
 		Architecture string `json:"architecture"`
@@ -537,9 +580,9 @@ func (p *pull) close() {
 	}
 }
 
-// manifest fetches the bytes of a manifest and verifies them.
-func (p *pull) manifest(ctx context.Context, digest string) ([]byte, error) {
-	resp, err := p.get(ctx, "manifests", digest)
+// document fetches the bytes of a manifest or a config and verifies them.
+func (p *pull) document(ctx context.Context, kind, digest string) ([]byte, error) {
+	resp, err := p.get(ctx, kind, digest)
 	if err != nil {
 		return nil, fetchFailed(ctx, digest, err)
 	}

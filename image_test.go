@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log"
 	"maps"
 	"net"
@@ -320,6 +321,41 @@ func checkWithLayoutPackage(t *testing.T, dir string, refs ...string) {
 	slices.Sort(refs)
 	if !slices.Equal(names, refs) {
 		t.Errorf("index names %v, want %v", names, refs)
+	}
+}
+
+// An inspection finds what a fetch would, from manifest and config alone, and stores nothing.
+func TestInspect(t *testing.T) {
+	f := newFakeRegistry(t, "127.0.0.1:0", true)
+	image := testImage(t, amd64, 3)
+	manifest, config, _ := blobsOf(t, image)
+	ref := f.push("apps/hello", image)
+	dir := filepath.Join(t.TempDir(), "images")
+	r := f.registry()
+	if err := r.inspect(t.Context(), dir, ref, 1<<30, amd64); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := f.asked(), []string{"manifests " + manifest, "blobs " + config}; !slices.Equal(got, want) {
+		t.Errorf("asked for %v, want %v", got, want)
+	}
+	for code, err := range map[string]error{
+		"image_too_large": r.inspect(t.Context(), dir, ref, 1, amd64),
+		"wrong_platform":  r.inspect(t.Context(), dir, ref, 1<<30, "linux/arm64"),
+		"fetch_failed":    r.inspect(t.Context(), dir, strings.Replace(ref, manifest, "sha256:"+strings.Repeat("0", 64), 1), 1<<30, amd64),
+	} {
+		if got := codeOf(err); got != code {
+			t.Errorf("%v, want %s", err, code)
+		}
+	}
+	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("something was stored: %v", err)
+	}
+	if _, err := fetchIt(t, r, dir, ref); err != nil {
+		t.Fatal(err)
+	}
+	f.Close() // what is there needs no registry
+	if err := r.inspect(t.Context(), dir, ref, 1, amd64); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -92,7 +93,7 @@ func (s *service) foreign(ctx context.Context, rev *revision) error {
 		again := false
 		for _, c := range list {
 			switch {
-			case c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == after.MainPID, slices.Contains(s.rec.Load().Containers, c.ID):
+			case c.Unit == unit && c.ConmonPID != 0 && c.ConmonPID == after.MainPID, slices.Contains(s.rec.Load().Containers, c.ID), s.leftBehind(unit, c):
 			case c.Unit == unit && between:
 				again = again || !same // its own, of a start before or after; whoever is still there after the stop is seen then
 			default:
@@ -428,6 +429,11 @@ func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) sti
 		return append(r, "Podman does not answer")
 	}
 	for _, c := range list {
+		if gone && s.leftBehind(unit, c) {
+			if err := s.commit(func(r *record) error { r.addContainer(c.ID); return nil }); err != nil {
+				s.log.Warn("recording a container", "container", c.ID, "err", err)
+			}
+		}
 		// A record that Podman kept of a dead container of ours is removed; nothing else ever is.
 		if gone && slices.Contains(s.rec.Load().Containers, c.ID) {
 			if err := s.host.containers.Remove(ctx, c.ID); err != nil {
@@ -439,6 +445,18 @@ func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) sti
 		r = append(r, fmt.Sprintf("container %s (%s) is %s", c.Name, shortID(c.ID), c.Status))
 	}
 	return r
+}
+
+// leftBehind tells that a container which does not run is what a start of our unit left: by its unit, its
+// name, and the labels and the image of a revision that the records know. Podman keeps such a record when
+// the host was reset, or its podman run was killed, before Toad could see its id.
+func (s *service) leftBehind(unit string, c container) bool {
+	g, err := strconv.ParseInt(c.Labels["toad.generation"], 10, 64)
+	if err != nil || c.Unit != unit || c.Labels["toad.service"] != s.name || !slices.Contains([]string{"created", "exited", "stopped"}, c.Status) {
+		return false
+	}
+	rev, err := s.data.revision(s.name, g)
+	return err == nil && rev.Operation == c.Labels["toad.operation"] && rev.Container == c.Name && rev.Image == c.ImageName
 }
 
 // place makes the host ready to start a revision: bytes in Podman, unit written, reloaded, read back.
@@ -597,4 +615,72 @@ func (s *service) removeUnit(ctx context.Context, rev *revision) error {
 		}
 	}
 	return fmt.Errorf("reloading: %w", err)
+}
+
+// How much of a candidate's own output is kept: its last lines, and of those the last bytes.
+const (
+	outputLines = 2000
+	outputBytes = 256 << 10
+)
+
+// outputPath is where what a candidate wrote itself is kept.
+func (s *service) outputPath(operation string) string {
+	return s.data.serviceFile(s.name, "operations", operation+".output")
+}
+
+// keepOutput copies what the stopped candidate wrote to its standard output and error, over all of its
+// starts, from the host's journal. Its container is gone, and with it what Podman could tell. It is done
+// beside the rollback, which neither waits for it nor fails by it; what cannot be had is not kept.
+func (s *service) keepOutput(ctx context.Context, cand *revision) {
+	op := s.op()
+	if op.StartedAt == nil || op.RollbackDeadline != nil { // nothing of it ran, or the target was started since
+		return
+	}
+	// Of the lines by this name those of the candidate are the ones between its first start and now. The
+	// journal may stamp the last of them a little later, and the target takes longer to its first.
+	at := func(t time.Time) string { return fmt.Sprintf("@%d.%03d", t.Unix(), t.Nanosecond()/1e6) }
+	since, until := at(*op.StartedAt), at(s.host.wall().Add(200*time.Millisecond))
+	s.beside.Go(func() {
+		ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+		defer cancel()
+		err := func() error {
+			select {
+			case <-time.After(time.Second): // the journal takes lines in late
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			hostData, _, err := s.host.hostPaths(ctx)
+			if err != nil {
+				return err
+			}
+			name := filepath.Join("check", s.name, "output")
+			if err := makeDir(filepath.Dir(filepath.Join(s.data.path, name))); err != nil {
+				return err
+			}
+			defer os.Remove(filepath.Join(s.data.path, name))
+			ok, err := s.host.units.Run(ctx, "toad-output-"+s.name+".service", []string{"/usr/bin/journalctl", "--user", "--no-pager", "--quiet", "--all", "--output=cat",
+				fmt.Sprintf("--lines=%d", outputLines), "--since=" + since, "--until=" + until,
+				"_SYSTEMD_USER_UNIT=" + serviceName(cand.Enrollment.Unit), "CONTAINER_NAME=" + cand.Container}, nil, filepath.Join(hostData, name))
+			if err == nil && !ok {
+				err = errors.New("journalctl failed")
+			}
+			if err != nil {
+				return err
+			}
+			said, err := tail(filepath.Join(s.data.path, name), outputBytes)
+			if err != nil {
+				return err
+			}
+			if err := s.data.space(); err != nil {
+				return err // the records need it more
+			}
+			if err := makeDir(filepath.Dir(s.outputPath(op.ID))); err != nil {
+				return err
+			}
+			return writeFile(s.outputPath(op.ID), said)
+		}()
+		if err != nil {
+			s.log.Warn("keeping the candidate's output", "operation", op.ID, "err", err)
+		}
+	})
 }

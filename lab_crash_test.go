@@ -262,3 +262,60 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 		t.Errorf("fsck: %s", out)
 	}
 }
+
+// The host is reset hard in every state.
+func TestLabRebootInEachState(t *testing.T) {
+	l := theLab(t)
+	l.installHooked(t)
+	s := l.enroll(t, "killed", quick, func(s *labService) {
+		s.en.Probation.RolloutDeadline = duration(2 * time.Minute)
+		s.en.Probation.StartupDeadline = duration(time.Minute)
+		s.en.StopDeadline = duration(time.Minute) // it goes on while the host boots
+		s.en.FetchDeadline = duration(3 * time.Minute)
+	})
+	l.watchSingleton(t, "killed")
+	good, bad := s.image("VERSION=1"), s.image("VERSION=3", "CRASH=1")
+	next := s.image("VERSION=2")
+	s.promote(good)
+	for _, tt := range []struct {
+		at    string // the boundary
+		image string
+		state string
+	}{
+		{"preparing syncdir killed", next, "promoted"},
+		{"activating/stop syncdir killed", next, "promoted"},
+		{"activating/start syncdir killed", next, "promoted"},
+		{"probation syncdir killed", next, "promoted"},
+		{"promoting syncdir killed", next, "promoted"},
+		{"promoted syncdir killed", next, "promoted"},
+		{"rolling_back syncdir killed", bad, "rolled_back"},
+		{"rolling_back/stop syncdir killed", bad, "rolled_back"},
+		{"rolling_back/start syncdir killed", bad, "rolled_back"},
+		{"rolling_back/verify syncdir killed", bad, "rolled_back"},
+	} {
+		t.Run(strings.ReplaceAll(tt.at, "/", "."), func(t *testing.T) {
+			s := &labService{lab: s.lab, t: t, name: s.name, en: s.en, tmpl: s.tmpl}
+			before := s.view().Current.Image
+			image := tt.image
+			if image == before { // alternate, so that each is an upgrade
+				image = good
+			}
+			op := s.interrupted(tt.at, image, func() {
+				if out, err := l.lab("reboot").CombinedOutput(); err != nil {
+					t.Fatalf("rebooting: %v\n%s", err, out)
+				}
+			})
+			if op.State != tt.state {
+				t.Errorf("ended %s (%+v)\n%s", op.State, op.Failure, s.log(op.ID))
+			}
+			want := before
+			if op.State == "promoted" {
+				want = image
+			}
+			s.eventually("the right one runs, alone", func() bool { return slices.Equal(s.running(), []string{want}) })
+		})
+	}
+	if out, status := l.try("toad", "fsck"); status != 0 {
+		t.Errorf("fsck: %s", out)
+	}
+}

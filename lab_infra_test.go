@@ -317,7 +317,7 @@ func TestLabGuide(t *testing.T) {
 		switch step.number {
 		case "2":
 			as("root", "install -o toad -m 0600 /dev/stdin /home/toad/password <<'END'\nsecret\nEND\n")
-		case "11", "12":
+		case "11", "13":
 			if !strings.Contains(out, "promoted") {
 				t.Errorf("step %s ended otherwise:\n%s", step.number, out)
 			}

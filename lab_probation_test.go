@@ -12,7 +12,7 @@ import (
 
 // brisk enrolls with the shortest times that leave room for a slow machine.
 func brisk(s *labService) {
-	s.en.StopDeadline = duration(6 * time.Second)
+	s.en.StopDeadline = duration(15 * time.Second)
 	s.en.Probation.StabilityWindow = duration(2 * time.Second)
 	s.en.Probation.StartupDeadline = duration(30 * time.Second)
 	s.en.Probation.RolloutDeadline = duration(time.Minute)
@@ -57,9 +57,14 @@ func (l *lab) within(d time.Duration, ok func() bool) bool {
 }
 
 // address is the container's on the network of the workloads.
-func (s *labService) address() string {
+func (s *labService) address() (a string) {
 	s.t.Helper()
-	return s.exec(s.t, "podman inspect -f '{{.NetworkSettings.Networks.apps.IPAddress}}' "+s.name)
+	s.eventually("the container has an address", func() bool {
+		out, status := s.try("podman", "inspect", "-f", "{{.NetworkSettings.Networks.apps.IPAddress}}", s.name)
+		a = strings.TrimSpace(out)
+		return status == 0 && a != ""
+	})
+	return a
 }
 
 func (s *labService) requestRollback(id string) {
@@ -99,14 +104,14 @@ func TestLabWhatIsNoEvidence(t *testing.T) {
 		{"slow", "SLOW=30s", nil, "startup_deadline", "not ready: no answer within 1s at ADDRESS:8080", "9s"},
 		{"late", "READY_AFTER=20s", nil, "startup_deadline", "not ready: status 503 at ADDRESS:8080", "startup deadline of 9s"}, // R5
 		{"never", "NEVER_READY=1", func(s *labService) { s.en.Probation.StartupDeadline = 0 }, "rollout_deadline",
-			"not ready: status 503 at ADDRESS:8080", "rollout deadline of 12s"}, // R2
+			"not ready: status 503 at ADDRESS:8080", "rollout deadline of 18s"}, // R2
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			s := l.enroll(t, "ev-"+tt.name, func(s *labService) {
 				brisk(s)
 				s.en.Probation.StartupDeadline = duration(9 * time.Second)
-				s.en.Probation.RolloutDeadline = duration(12 * time.Second)
+				s.en.Probation.RolloutDeadline = duration(18 * time.Second)
 				if tt.change != nil {
 					tt.change(s)
 				}

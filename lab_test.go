@@ -167,7 +167,7 @@ func (l *lab) enroll(t testing.TB, name string, change ...func(s *labService)) *
 	s := &labService{lab: l, t: t, name: name, en: enrollment{
 		Version: 1, Service: name, Unit: name + ".container", Repository: "registry.lab:5000/apps/" + name, ImageLimit: 64 << 20,
 		Readiness:     readiness{Port: 8080, Path: "/ready", Network: "apps", Interval: duration(500 * time.Millisecond), Timeout: duration(time.Second)},
-		Probation:     probation{RolloutDeadline: duration(30 * time.Second), StabilityWindow: duration(3 * time.Second), RestartBudget: 1, StartupDeadline: duration(10 * time.Second)},
+		Probation:     probation{RolloutDeadline: duration(time.Minute), StabilityWindow: duration(3 * time.Second), RestartBudget: 1, StartupDeadline: duration(30 * time.Second)},
 		FetchDeadline: duration(time.Minute), StopDeadline: duration(12 * time.Second),
 	}, tmpl: fmt.Sprintf("[Container]\nContainerName=%s\nNetwork=apps.network\nStopTimeout=2\n\n[Service]\nRestart=always\nTimeoutStopSec=4\n\n[Install]\nWantedBy=default.target\n", name)}
 	for _, c := range change {

@@ -9,7 +9,15 @@
 //	toad watch OPERATION
 //	toad rollback SERVICE|OPERATION
 //	toad log OPERATION
+//	toad output OPERATION
 //	toad history SERVICE
+//	toad suspend SERVICE
+//	toad resume SERVICE
+//	toad reconcile SERVICE [OPERATION]
+//	toad retire SERVICE
+//	toad events [SERVICE]
+//	toad audit verify [SERVICE]
+//	toad token issue SERVICE | list [SERVICE] | revoke TOKEN
 //	toad check DIR
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
@@ -18,8 +26,13 @@
 //
 // `serve` is the server: one on a host, in its own container. `check` judges a directory of
 // enrollments without a host. The other commands speak to the server over its administration
-// socket, /data/run/toad.sock unless --socket names another. `fsck` and `backup` work on the data
-// directory themselves when no server runs, `restore` always does.
+// socket, /data/run/toad.sock unless --socket names another. `fsck`, `audit` and `backup` work on
+// the data directory themselves when no server runs, `restore` always does.
+//
+// Whoever has a token reaches the server with --server URL instead: the token is in TOAD_TOKEN or in the
+// file that --token-file names, and never on the command line. It is for one service, and does of
+// `status`, `deploy`, `watch`, `rollback`, `log` and `history` what its verbs allow. `token` issues, lists
+// and revokes them, over the socket alone; a token is printed once.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
 // puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
@@ -37,6 +50,11 @@
 // latter: who repeats a request must not end the operation that it began. `rollback OPERATION` asks
 // that operation to end. An argument that could be either is an operation if there is one.
 //
+// `deploy --dry-run` says what a deployment would meet and change, and changes nothing. `suspend` stops a
+// service and keeps it down over reboots until `resume`; `retire` ends one whose enrollment is gone, and
+// keeps its records. `reconcile` acknowledges an operation that went wrong, where the enrollment demands
+// it before the next deployment. These four may be repeated: what is done already stays as it is.
+//
 // Answers go to standard output, everything else to standard error. With --json standard output is
 // one document as the API gives it: the final operation, or the problem of a refused request.
 // Flags may stand before or behind the arguments, and every flag can be set by a variable: --socket
@@ -45,7 +63,7 @@
 // Exit status:
 //
 //	0    promoted, or done
-//	1    the request was refused or failed
+//	1    the request, also one of a dry run, was refused or failed
 //	2    usage
 //	3    the operation failed
 //	4    the operation was rolled back
@@ -91,10 +109,15 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	// Package flag prints the help after every mistake: it is shown only when asked for.
 	var help bytes.Buffer
 	root := newRoot(stdout, stderr)
-	for _, c := range append(root.Subcommands, root) {
+	var quiet func(c *ffcli.Command)
+	quiet = func(c *ffcli.Command) {
 		c.FlagSet.SetOutput(&help)
 		c.UsageFunc = usageText
+		for _, sub := range c.Subcommands {
+			quiet(sub)
+		}
 	}
+	quiet(root)
 	err := root.Parse(permute(root, args))
 	switch {
 	case err == nil:
@@ -146,7 +169,15 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			watchCmd(stdout, stderr),
 			rollbackCmd(stdout, stderr),
 			logCmd(stdout, stderr),
+			outputCmd(stdout, stderr),
 			historyCmd(stdout, stderr),
+			suspendCmd(stdout, stderr),
+			resumeCmd(stdout, stderr),
+			reconcileCmd(stdout, stderr),
+			retireCmd(stdout, stderr),
+			eventsCmd(stdout, stderr),
+			auditCmd(stdout, stderr),
+			tokenCmd(stdout, stderr),
 			checkCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),
@@ -247,6 +278,7 @@ type serveConfig struct {
 	quadlets   string   // directory the units are written to
 	data       string   // directory of the records; the socket is run/toad.sock in it
 	enrollment string   // directory of the enrollments, read-only
+	listen     string   // TCP address for the holders of tokens; "": none
 	authFile   string   // credentials for the registry
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
@@ -263,6 +295,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.quadlets, "quadlets", "/quadlet", "`directory` the units are written to")
 	fs.StringVar(&cfg.data, "data", "/data", "`directory` of the records and of the socket run/toad.sock")
 	fs.StringVar(&cfg.enrollment, "enrollment", "/enrollment", "`directory` of the enrollments")
+	fs.StringVar(&cfg.listen, "listen", ":8440", "TCP `address` for the holders of tokens; empty: none")
 	fs.StringVar(&cfg.authFile, "auth-file", "/etc/toad/auth.json", "`file` with the registry's credentials")
 	fs.StringVar(&cfg.caFile, "ca-file", "/etc/toad/ca.pem", "`file` with the certificates that the registry is trusted by")
 	fs.Func("plain-http", "registry `host` that is spoken to without TLS; repeatable", func(s string) error {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -133,8 +134,11 @@ func (w *world) place(step, path string) string {
 		if r.Operation.Step != "" {
 			st += "." + r.Operation.Step
 		}
-	} else if r != nil && r.Held != nil {
-		st = "held"
+	} else if r != nil && r.duty() != watching {
+		st = string(r.duty())
+		if r.duty() == holding {
+			st = "held"
+		}
 	}
 	what := path
 	if step != "host" {
@@ -187,6 +191,7 @@ func (w *world) deploy(image string) {
 // the service takes a deployment to its promotion.
 func (w *world) settled() {
 	w.disarm()
+	w.back()
 	w.set(func() {
 		w.h.registryDown, w.h.podmanHangs, w.h.managerHangs, w.h.signals = false, false, false, signalsAtOnce
 		for _, a := range w.h.apps { // whatever nobody could kill dies at last
@@ -197,8 +202,19 @@ func (w *world) settled() {
 	for end := time.Now().Add(6 * time.Hour); ; {
 		time.Sleep(10 * time.Second)
 		w.h.reap("hello.service")
-		if r := w.s.rec.Load(); w.s.usable() == nil && r.active() == nil && r.Held == nil {
+		r := w.s.rec.Load()
+		if w.s.usable() != nil {
+		} else if r.duty() == watching {
 			break
+		} else if w.quiet(r) { // suspended: it stays down whatever comes, until it is resumed
+			w.down()
+			w.h.reboot()
+			time.Sleep(time.Minute)
+			w.expectRuns()
+			w.raise()
+			time.Sleep(time.Minute)
+			w.expectRuns()
+			w.asked(w.s.resume("local"))
 		}
 		if time.Now().After(end) {
 			w.t.Fatalf("I3: after six hours the operation is %+v, held %+v, usable %v", w.s.op(), w.s.rec.Load().Held, w.s.usable())
@@ -290,6 +306,9 @@ func (w *world) secretive() {
 	}
 	if w.s.rec.Load() != nil {
 		show("the service", w.s.view(false))
+		if d, err := w.s.dryRun(context.Background(), submission{kind: "deploy", image: testRepository + "@" + sha(nil), key: "dry", hash: "h", actor: "token:x"}, false); err == nil {
+			show("a dry run", d)
+		}
 		if op := w.s.op(); op != nil {
 			show("operation "+op.ID, w.s.wire(op))
 		}
@@ -417,7 +436,7 @@ var behaviours = []struct {
 var happenings = []string{"deploy", "deploy", "deploy", "stop toad", "start toad", "restart toad", "kill at (before)", "kill at (after)", "kill at (error)",
 	"kill at (before)", "restart by hand", "kill the main process", "podman hangs", "manager hangs", "podman and manager answer", "ask for rollback", "deploy the retained",
 	"the wall clock steps ahead", "the wall clock steps back", "reboot", "reboot, another kernel", "prune", "registry down", "registry up",
-	"signals are lost", "signals are late", "signals come"}
+	"signals are lost", "signals are late", "signals come", "suspend", "suspend", "resume"}
 
 func (w *world) happen(i int, s happening) {
 	time.Sleep(s.after)
@@ -438,6 +457,14 @@ func (w *world) happen(i int, s happening) {
 			if op, _, err := w.s.submit(submission{kind: "rollback", key: fmt.Sprintf("key-%d", w.keys), hash: "h", actor: "local", expected: r.Generation}); err == nil {
 				w.accepted = append(w.accepted, op.ID)
 			}
+		}
+	case "suspend":
+		if w.up {
+			_, _ = w.s.suspend("local")
+		}
+	case "resume":
+		if w.up {
+			_, _ = w.s.resume("local")
 		}
 	case "stop toad":
 		w.down()

@@ -1101,7 +1101,9 @@ func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
 		}
 	}
 	s.say("stopping", cand.Generation)
-	if err := s.stopAndConfirm(ctx, cand, s.after(time.Duration(cand.Enrollment.StopDeadline))); err != nil {
+	err := s.stopAndConfirm(ctx, cand, s.after(time.Duration(cand.Enrollment.StopDeadline)))
+	s.keepOutput(ctx, cand)
+	if err != nil {
 		return err
 	}
 	s.say("terminated")

@@ -294,7 +294,10 @@ func (w *world) invariants(r *record) {
 	if (o.State == hasFailed || o.State == rolledBack) && (r.Current != nil && r.Current.Generation == o.Candidate.Generation || r.Rollback != nil && r.Rollback.Generation == o.Candidate.Generation) {
 		bad("I5: a failed candidate became current or retained")
 	}
-	if old.Current != nil && r.Current.Generation < old.Current.Generation {
+	if old.Current != nil && r.Current == nil && (r.Retired == nil || !r.Retired.Done) {
+		bad("the current revision went away")
+	}
+	if old.Current != nil && r.Current != nil && r.Current.Generation < old.Current.Generation {
 		bad("I10: current went back from %d to %d", old.Current.Generation, r.Current.Generation)
 	}
 }
@@ -354,7 +357,7 @@ func (p policed) Stop(ctx context.Context, name string) error {
 	}
 	r := p.onDisk()
 	o := r.Operation
-	ok := r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation) || r.active() == nil && r.Current != nil && !r.Installed
+	ok := r.down() || r.Resume != nil || r.Held != nil || o != nil && (o.State == activating && o.Step != "" || o.State == rollingBack || o.State == inProbation) || r.active() == nil && r.Current != nil && !r.Installed
 	if !ok {
 		p.t.Errorf("I4: stop without a durable intent: state %v", o)
 	}
@@ -368,6 +371,11 @@ func (p policed) Start(ctx context.Context, name string) error {
 	r := p.onDisk()
 	o := r.Operation
 	switch {
+	case r.Suspended != nil && !r.Suspended.Since.Equal(p.w.s.now()): // asked for while the start was on its way
+		p.t.Error("a suspended service is started")
+	case r.Retired != nil && !r.Retired.Since.Equal(p.w.s.now()):
+		p.t.Error("a retired service is started")
+	case r.Resume != nil && r.Resume.StartedAt != nil:
 	case r.Held != nil && r.Held.StartedAt != nil:
 	case o == nil:
 		p.t.Error("I4: start without an operation")
@@ -1117,15 +1125,19 @@ func TestRestartsWhileToadIsDown(t *testing.T) {
 
 func TestRebootDuringProbation(t *testing.T) {
 	for _, tt := range []struct {
-		name  string
-		after time.Duration // into probation
-		down  time.Duration
-		state state
-		code  string
+		name   string
+		after  time.Duration // into probation
+		unseen time.Duration // then Toad is away, the host is not
+		down   time.Duration
+		state  state
+		code   string
 	}{
-		{"in time", 10 * time.Second, 5 * time.Second, promoted, ""},
-		{"too late for a window", 10 * time.Second, 85 * time.Second, rolledBack, "rollout_deadline"},
-		{"past the deadline", 10 * time.Second, time.Hour, rolledBack, "rollout_deadline"},
+		{"in time", 10 * time.Second, 0, 5 * time.Second, promoted, ""},
+		{"too late for a window", 10 * time.Second, 0, 85 * time.Second, rolledBack, "rollout_deadline"},
+		{"past the deadline", 10 * time.Second, 0, time.Hour, rolledBack, "rollout_deadline"},
+		// Podman keeps the record of a container whose id Toad never saw.
+		{"its container unseen, in time", 0, time.Second, 5 * time.Second, promoted, ""},
+		{"its container unseen, past the deadline", 0, time.Second, time.Hour, rolledBack, "startup_deadline"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			inWorld(t, func(t *testing.T, w *world) {
@@ -1135,6 +1147,7 @@ func TestRebootDuringProbation(t *testing.T) {
 				w.awaitState(op.ID, inProbation)
 				time.Sleep(tt.after)
 				w.stop()
+				time.Sleep(tt.unseen)
 				w.h.reboot()
 				time.Sleep(tt.down)
 				w.expectRuns() // nothing of the candidate before Toad has reconciled

@@ -34,6 +34,8 @@ type daemon struct {
 
 	mu       sync.Mutex // guards services
 	services map[string]*service
+
+	tokens tokenIndex
 }
 
 // all returns the services sorted by name.
@@ -51,11 +53,14 @@ func (d *daemon) all() []*service {
 // service finds a service by name, one that was enrolled a moment ago included.
 func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
-		d.refresh()
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		if s := d.services[name]; s != nil {
-			return s, nil
+		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
+			look()
+			d.mu.Lock()
+			s := d.services[name]
+			d.mu.Unlock()
+			if s != nil {
+				return s, nil
+			}
 		}
 	}
 	return nil, refuse("not_found", "there is no such service")
@@ -79,6 +84,7 @@ func (d *daemon) add(name string) {
 		return
 	}
 	s := newService(name, d.data, d.host, func() (enrolled, error) { return d.enrollments.get(name) }, d.log)
+	s.index = &d.tokens
 	d.services[name] = s
 	if err := s.open(); err != nil { // at once, so that a new service is usable when it is first seen; run says what is wrong
 		s.setUnavailable(err)
@@ -155,6 +161,9 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		fetch: func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
 			return reg.fetch(ctx, dir, image, limit, "linux/"+runtime.GOARCH, reserveSize)
 		},
+		inspect: func(ctx context.Context, dir, image string, limit byteSize) error {
+			return reg.inspect(ctx, dir, image, limit, "linux/"+runtime.GOARCH)
+		},
 		hostPaths: func(ctx context.Context) (string, string, error) { return own.paths(ctx, cfg.data, cfg.quadlets) },
 	}
 	d.enrollments = newEnrollments(cfg.enrollment, func() enrollOptions {
@@ -174,20 +183,33 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	}
 	d.refresh()
 
+	served := make(chan error, 2)
+	var servers []*http.Server
+	start := func(ln net.Listener, h http.Handler) {
+		srv := newServer(h, log)
+		servers = append(servers, srv)
+		go func() { served <- fmt.Errorf("serving %s: %w", ln.Addr(), srv.Serve(ln)) }()
+	}
 	ln, err := listenUnix(filepath.Join(cfg.data, "run", "toad.sock"))
 	if err != nil {
 		return err
 	}
-	srv := &http.Server{Handler: d.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute,
-		MaxHeaderBytes: 16 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
-	served := make(chan error, 1)
-	go func() { served <- srv.Serve(ln) }()
+	start(ln, d.handler())
+	if cfg.listen != "" {
+		tcp, err := net.Listen("tcp", cfg.listen)
+		if err != nil {
+			return fmt.Errorf("listening for holders of tokens: %w", err)
+		}
+		start(&ownPeers{Listener: tcp, log: log, own: net.InterfaceAddrs, slots: make(chan struct{}, maxConns)}, d.tcpHandler())
+	}
 	if err := data.ownEvent("start", buildVersion().Version); err != nil {
 		log.Error("writing toad's own event", "err", err)
 	}
 	notify("READY=1")
-	log.Info("serving", "socket", ln.Addr().String(), "services", len(d.all()))
+	log.Info("serving", "socket", ln.Addr().String(), "listen", cfg.listen, "services", len(d.all()))
 
+	d.wg.Go(func() { data.own.tally.run(rctx, func() error { return data.own.write() }) })
+	go d.saveUsesUntil(rctx)
 	go func() {
 		for own.ask(rctx) != nil && rctx.Err() == nil { // a Podman that does not answer holds up nothing
 			time.Sleep(time.Second)
@@ -207,7 +229,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		case <-ctx.Done():
 			end = true
 		case err = <-served:
-			err, end = fmt.Errorf("serving %s: %w", ln.Addr(), err), true
+			end = true
 		case err = <-watched:
 			end = true
 		case <-alive:
@@ -225,9 +247,19 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	close(d.stopping)
 	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
 	defer stop()
-	_ = srv.Shutdown(sctx)
+	for _, srv := range servers {
+		_ = srv.Shutdown(sctx)
+	}
 	cancel()
 	d.wg.Wait()
+	for _, s := range d.all() {
+		if eerr := s.tally.end(s.commitCounted); eerr != nil {
+			log.Error("writing counted events", "service", s.name, "err", eerr)
+		}
+	}
+	if eerr := data.own.tally.end(func() error { return data.own.write() }); eerr != nil {
+		log.Error("writing toad's own counted events", "err", eerr)
+	}
 	if eerr := data.ownEvent("stop", ""); eerr != nil {
 		log.Error("writing toad's own event", "err", eerr)
 	}
@@ -255,6 +287,75 @@ func listenUnix(path string) (net.Listener, error) {
 		return nil, fmt.Errorf("closing the socket to others: %w", err)
 	}
 	return ln, nil
+}
+
+// newServer is a server that no client can hold up: headers have their time and size, and the handler
+// bounds body and answer.
+func newServer(h http.Handler, log *slog.Logger) *http.Server {
+	return &http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10,
+		DisableGeneralOptionsHandler: true, // it would answer anyone
+		ErrorLog:                     slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+}
+
+// maxConns bounds the connections over TCP.
+const maxConns = 2048
+
+// ownPeers closes, before a byte, every connection whose peer has not one of this network namespace's own
+// addresses: one through the published port has, one from another container has not. So it does with
+// those above the bound.
+type ownPeers struct {
+	net.Listener
+	log   *slog.Logger
+	own   func() ([]net.Addr, error) // asked each time: a network may have been joined
+	slots chan struct{}
+	told  time.Time // when one was last closed and the log said so
+}
+
+func (l *ownPeers) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		why := "too many connections"
+		if !l.isOwn(c.RemoteAddr()) {
+			why = "not an own address"
+		} else {
+			select {
+			case l.slots <- struct{}{}:
+				return &countedConn{Conn: c, leave: sync.OnceFunc(func() { <-l.slots })}, nil
+			default:
+			}
+		}
+		c.Close()
+		if time.Since(l.told) > time.Minute { // whoever can connect must not fill the journal
+			l.told = time.Now()
+			l.log.Warn("connection closed", "peer", c.RemoteAddr().String(), "because", why)
+		}
+	}
+}
+
+func (l *ownPeers) isOwn(peer net.Addr) bool {
+	p, ok := peer.(*net.TCPAddr)
+	addrs, err := l.own()
+	if err != nil {
+		l.log.Error("reading the own addresses", "err", err)
+	}
+	return ok && slices.ContainsFunc(addrs, func(a net.Addr) bool {
+		n, ok := a.(*net.IPNet)
+		return ok && n.IP.Equal(p.IP)
+	})
+}
+
+// countedConn gives its place back when it is closed.
+type countedConn struct {
+	net.Conn
+	leave func()
+}
+
+func (c *countedConn) Close() error {
+	c.leave()
+	return c.Conn.Close()
 }
 
 // notify tells systemd, which a unit with Notify=true passes the socket of (sd_notify(3)).

@@ -4,9 +4,11 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
 	"path/filepath"
 	"slices"
@@ -17,8 +19,8 @@ import (
 	"time"
 )
 
-// host is the world as a service is given it: the two drivers, five function values (wall clock, boot
-// clock, boot identity, image fetch, probe), and where the Quadlet directory is.
+// host is the world as a service is given it: the two drivers, six function values (wall clock, boot
+// clock, boot identity, image fetch and inspection, probe), and where the Quadlet directory is.
 type host struct {
 	units      units
 	containers containers
@@ -28,6 +30,8 @@ type host struct {
 	bootID func() string        // the kernel's random/boot_id
 	fetch  func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error)
 	probe  probeFunc
+	// inspect says what a fetch would find wrong with an image, and stores nothing.
+	inspect func(ctx context.Context, dir, image string, limit byteSize) error
 
 	quadlets string
 	// hostPaths tells how the host names the data and the Quadlet directory: what runs on the host by
@@ -52,10 +56,19 @@ type service struct {
 
 	mu  sync.Mutex // guards commits; never held across a call to the host
 	rec atomic.Pointer[record]
-	// ev, broken and cancelStep are guarded by mu.
-	ev         *eventLog
-	broken     error // a commit failed: nothing is committed until the disk was read again
+	// broken, unsure and cancelStep are guarded by mu.
+	broken     error    // a commit failed: nothing is committed until the disk was read again
+	unsure     *attempt // that commit
 	cancelStep context.CancelCauseFunc
+
+	ev    atomic.Pointer[eventLog] // appended to under mu
+	tally tally
+	index *tokenIndex // of every service's tokens
+	// What tokens.json says, guarded by mu.
+	issued    []*token
+	owed      []tokenEvent
+	unsaved   bool  // a revocation is not durable yet
+	tokensErr error // why the file is not to be trusted
 
 	wake chan struct{} // one token: look again
 
@@ -63,10 +76,17 @@ type service struct {
 	signals *unitSignals
 	held    string // the unit that signals are of
 	release func()
+	beside  sync.WaitGroup // what run leaves to be done beside it
 	// restartTold is when a restart after promotion was last told.
 	restartTold time.Time
 
 	live live
+}
+
+// attempt is a commit of which the disk alone knows what became.
+type attempt struct {
+	record *record
+	settle func(done bool) // of what it took from the tally
 }
 
 // live is what is known now and not kept on disk.
@@ -78,11 +98,13 @@ type live struct {
 	readyFor    time.Duration
 	health      health
 	problems    []wireProblem // of the retained rollback
-	checked     bool          // the retained rollback was looked at
+	ofCurrent   []wireProblem // of the current revision, if it had to be put back
+	checked     bool          // both were looked at
 	log         *operationLog // of the operation under way or last ended
 	claimed     claim         // what the revision of this generation runs as
 	claimedBy   int64
 	compared    comparison
+	outcomes    map[state]int // operations that ended since Toad's start
 }
 
 // health is runtime health, apart from any outcome.
@@ -95,8 +117,9 @@ type health struct {
 }
 
 func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
-	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1)}
+	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally(), index: &tokenIndex{}}
 	s.live.changed = make(chan struct{})
+	s.live.outcomes = map[state]int{}
 	s.live.unavailable = errors.New("not read yet")
 	s.live.health.state = "unknown"
 	return s
@@ -105,6 +128,8 @@ func newService(name string, data *dataDir, h *host, enroll func() (enrolled, er
 // run owns the service until ctx ends. Whatever leaves it not knowing what is on disk (a failed write)
 // makes it forget everything and begin from the disk again; only this service is affected.
 func (s *service) run(ctx context.Context) {
+	defer s.beside.Wait()
+	s.beside.Go(func() { s.tally.run(ctx, s.commitCounted) })
 	defer func() {
 		if s.release != nil {
 			s.release()
@@ -140,14 +165,21 @@ func (s *service) incarnation(ctx context.Context) error {
 	}
 	for {
 		err := s.stale()
-		switch r := s.rec.Load(); {
-		case err != nil:
-		case r.active() != nil:
-			err = s.rollout(ctx)
-		case r.Held != nil:
-			err = s.unhold(ctx)
-		default:
-			err = s.watch(ctx)
+		if err == nil {
+			switch s.rec.Load().duty() {
+			case rollingOut:
+				err = s.rollout(ctx)
+			case retiring:
+				err = s.end(ctx)
+			case holding:
+				err = s.unhold(ctx)
+			case stayingDown:
+				err = s.stayDown(ctx)
+			case resuming:
+				err = s.startAgain(ctx)
+			default:
+				err = s.watch(ctx)
+			}
 		}
 		if err != nil {
 			return err
@@ -168,6 +200,7 @@ func (s *service) open() error {
 	}
 	s.live.Lock()
 	s.live.unavailable = nil
+	s.live.health = health{state: "unknown"} // what was seen before counts no more
 	s.live.log = nil
 	if r.Operation != nil {
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
@@ -179,6 +212,7 @@ func (s *service) open() error {
 
 // read is open's reading, under mu.
 func (s *service) read() (*record, error) {
+	s.readTokens() // they hold whatever becomes of the record
 	r, err := s.data.load(s.name)
 	if err != nil {
 		return nil, err
@@ -192,13 +226,45 @@ func (s *service) read() (*record, error) {
 			return nil, err
 		}
 	}
+	if g := r.needs(); g != 0 {
+		if _, err := s.data.revision(s.name, g); err != nil {
+			return nil, err
+		}
+	}
 	ev, err := s.data.openEvents(r)
 	if err != nil {
 		return nil, err
 	}
-	s.ev, s.broken = ev, nil
+	if a := s.unsure; a != nil {
+		is, err := encodeRecord(r)
+		tried, err2 := encodeRecord(a.record)
+		a.settle(err == nil && err2 == nil && bytes.Equal(is, tried))
+	}
+	s.broken, s.unsure = nil, nil
+	if old := s.ev.Swap(ev); old != nil {
+		old.wake() // who waits for more of it goes on with the new one
+	}
 	s.rec.Store(r)
-	return r, nil
+	if err := s.tellTokens(); err != nil {
+		select {
+		case <-s.wake: // run waits before it tries again
+		default:
+		}
+		return nil, err
+	}
+	return s.rec.Load(), nil
+}
+
+// commitCounted writes the counted events that are due. With no room on the disk it leaves them counted: a
+// commit that fails closes the service, and what they tell is not worth that.
+func (s *service) commitCounted() error {
+	if err := s.usable(); err != nil {
+		return err
+	}
+	if err := s.data.room(); err != nil {
+		return err
+	}
+	return s.commit(func(*record) error { return nil })
 }
 
 // stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
@@ -235,6 +301,12 @@ func (s *service) poke() {
 	case s.wake <- struct{}{}:
 	default:
 	}
+}
+
+// raisesBarrier tells whether an ended operation closes its service: the candidate was rolled back, failed
+// after activation began, or is itself a rollback of what had been promoted.
+func (o *operation) raisesBarrier(from state) bool {
+	return o.Barrier && (o.State == rolledBack || o.State == hasFailed && from != preparing || o.State == promoted && o.Kind == "rollback")
 }
 
 // op is the operation under way or last ended. The record it belongs to is never changed, only replaced.
@@ -274,6 +346,9 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 			op.Step = ""
 			if op.State.terminal() {
 				op.FinishedAt = &now
+				if op.raisesBarrier(old.Operation.State) {
+					r.Barrier = &barrier{op.ID, now}
+				}
 			}
 		}
 		// It never goes back: by it a deadline tells, after a reboot, that the wall clock did.
@@ -282,28 +357,47 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 		}
 	}
 	r.UpdatedAt = now
-	r.EventHead, r.Events = s.ev.head, nil
-	for head := s.ev.head; len(r.Events) < len(events); {
-		e := events[len(r.Events)]
-		e.At, e.Service = now, s.name
-		if e.Operation == "" && r.Operation != nil {
+	var once, flood []event
+	for _, e := range events {
+		if e.Operation == "" && r.Operation != nil && !strings.HasPrefix(e.Type, "token-") {
 			e.Operation = r.Operation.ID
 		}
-		if e.Actor == "" {
-			e.Actor = "toad"
+		e.Actor = cmp.Or(e.Actor, "toad")
+		if floods(e.Type) {
+			flood = append(flood, e)
+		} else {
+			once = append(once, e)
 		}
+	}
+	due, settle := s.tally.take(flood)
+	ev := s.ev.Load()
+	r.EventHead, r.Events = ev.head, nil
+	head := ev.head
+	for _, e := range append(once, due...) {
+		e.At, e.Service = now, s.name
 		head = e.seal(head)
 		r.Events = append(r.Events, e)
 	}
 	if err := s.data.save(r); err != nil {
+		if errors.Is(err, errStorage) {
+			s.unsure = &attempt{r, settle}
+		} else {
+			settle(false)
+		}
 		return err
 	}
+	settle(true)
 	s.rec.Store(r)
-	err = s.data.withReserve(func() error { return s.ev.append(r.Events) })
+	err = s.data.withReserve(func() error { return ev.append(r.Events) })
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
 		s.live.readyFor = 0
+		s.live.Unlock()
+	}
+	if op := r.Operation; op != nil && op.State.terminal() && (old.Operation == nil || old.Operation.State != op.State) {
+		s.live.Lock()
+		s.live.outcomes[op.State]++
 		s.live.Unlock()
 	}
 	s.notify()
@@ -329,6 +423,7 @@ func (s *service) advance(to state, change func(op *operation), events ...event)
 func (s *service) intend(step string, change func(r *record)) error {
 	return s.commit(func(r *record) error {
 		r.Operation.Step = step
+		r.Resume = nil // the operation looks after the instance from here
 		if change != nil {
 			change(r)
 		}
@@ -506,71 +601,27 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rec.Load()
-
-	if o := r.Operation; o != nil && o.Key == sub.key {
-		if o.RequestHash != sub.hash {
-			return nil, false, keyReused(o.ID)
+	bearer, err := s.bearer(sub.actor)
+	if err != nil {
+		return nil, false, err
+	}
+	if s.tokensErr != nil {
+		return nil, false, s.unavailable(s.tokensErr)
+	}
+	if o, err := s.known(sub, r); o != nil || err != nil {
+		return o, o != nil, err
+	}
+	for _, err := range s.admission(sub, r, en, enErr, s.data.room) {
+		if err != nil {
+			return nil, false, err
 		}
-		return o, true, nil
 	}
-	switch k, err := s.data.key(s.name, sub.key); {
-	case err == nil && k.RequestHash != sub.hash:
-		return nil, false, keyReused(k.Operation)
-	case err == nil:
-		o, err := s.data.operation(s.name, k.Operation)
-		if errors.Is(err, errNotFound) { // pruned: its end is in the key's file
-			o = &operation{ID: k.Operation, State: k.State, CreatedAt: idTime(k.Operation), UpdatedAt: k.FinishedAt, FinishedAt: &k.FinishedAt}
-		} else if err != nil {
-			return nil, false, s.unavailable(err)
+	if bearer != nil {
+		if wait := bearer.exhausted(s.now()); wait > 0 {
+			return nil, false, tooMany(wait, "this token began %d deployments within an hour", tokenDeployments)
 		}
-		return o, true, nil
-	case !errors.Is(err, errNotFound):
-		return nil, false, s.unavailable(err)
 	}
-	s.live.Lock()
-	closing := s.live.closing
-	s.live.Unlock()
-	if closing {
-		return nil, false, refuse("shutting_down", "toad is shutting down; try again")
-	}
-	if enErr != nil {
-		e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments: %s", s.name, enErr)
-		return nil, false, e
-	}
-	kind, image := sub.kind, sub.image
-	if kind == "rollback" {
-		switch {
-		case r.Rollback == nil:
-			return nil, false, refuse("not_rollbackable", "there is no retained revision to go back to")
-		case r.Current.ByRollback:
-			return nil, false, refuse("not_rollbackable", "the current revision is itself the outcome of a rollback; deploy a digest")
-		}
-		image = r.Rollback.Image
-	}
-	if repository, _, _ := strings.Cut(image, "@"); repository != en.Repository {
-		return nil, false, refuse("repository_not_allowed", "%s may be deployed from %s only", s.name, en.Repository)
-	}
-	if r.Held != nil {
-		return nil, false, refuse("held", "the service is held until what is still there is gone: %s", strings.Join(r.Held.Remains, "; "))
-	}
-	if a := r.active(); a != nil {
-		e := refuse("rollout_active", "operation %s is under way", a.ID)
-		e.CurrentGeneration, e.OperationID = &r.Generation, a.ID
-		return nil, false, e
-	}
-	if sub.expected != r.Generation {
-		e := refuse("stale_generation", "expected_generation is %d, the current generation is %d", sub.expected, r.Generation)
-		e.CurrentGeneration = &r.Generation
-		return nil, false, e
-	}
-	switch err := s.data.room(); {
-	case errors.Is(err, syscall.ENOSPC):
-		e := refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name)
-		e.err = err
-		return nil, false, e
-	case err != nil:
-		return nil, false, s.unavailable(err)
-	}
+	image := sub.wants(r)
 	if r.Operation != nil {
 		if err := s.data.archive(s.name, r.Operation); err != nil {
 			return nil, false, s.unavailable(err)
@@ -578,31 +629,171 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	}
 	now := s.now()
 	o := &operation{
-		ID: newOperationID(now), Kind: kind, Key: sub.key, RequestHash: sub.hash, RequestedBy: sub.actor, Enrollment: en.Hash, Expected: sub.expected,
+		ID: newOperationID(now), Kind: sub.kind, Key: sub.key, RequestHash: sub.hash, RequestedBy: sub.actor, Enrollment: en.Hash, Expected: sub.expected,
 		Candidate: reference{Generation: r.NextGeneration, Image: image},
 		Previous:  r.Current, State: preparing, Timeline: []transition{{preparing, now}}, CreatedAt: now, UpdatedAt: now,
 		FetchDeadline:    s.after(time.Duration(en.FetchDeadline)),
-		StabilitySeconds: seconds(time.Duration(en.Probation.StabilityWindow)), RestartBudget: en.Probation.RestartBudget,
+		StabilitySeconds: seconds(time.Duration(en.Probation.StabilityWindow)), RestartBudget: en.Probation.RestartBudget, Barrier: en.Barrier,
 	}
 	o.Candidate.Operation = o.ID
 	if err := s.commitLocked(func(r *record) error {
-		r.Operation = o
+		r.Operation, r.Retired = o, nil
 		r.NextGeneration++
 		return nil
 	}, event{Type: "deploy", Operation: o.ID, Actor: sub.actor, Detail: image}); err != nil {
 		return nil, false, s.unavailable(err) // whether it was accepted is on the disk
 	}
+	if bearer != nil {
+		bearer.accepted = append(bearer.accepted, now)
+	}
 	if s.cancelStep != nil { // what is done while idle
 		s.cancelStep(errSubmitted)
 	}
 	code := "accepted"
-	if kind == "rollback" {
+	if sub.kind == "rollback" {
 		code = "rollback_accepted"
 	}
 	s.say(code, image, o.Candidate.Generation)
 	s.poke()
 	return s.op(), false, nil
 }
+
+// known is the operation that the key already made, nil if there is none.
+func (s *service) known(sub submission, r *record) (*operation, error) {
+	if o := r.Operation; o != nil && o.Key == sub.key {
+		if o.RequestHash != sub.hash {
+			return nil, keyReused(o.ID)
+		}
+		return o, nil
+	}
+	switch k, err := s.data.key(s.name, sub.key); {
+	case errors.Is(err, errNotFound):
+		return nil, nil
+	case err != nil:
+		return nil, s.unavailable(err)
+	case k.RequestHash != sub.hash:
+		return nil, keyReused(k.Operation)
+	default:
+		o, err := s.data.operation(s.name, k.Operation)
+		if errors.Is(err, errNotFound) { // pruned: its end is in the key's file
+			return &operation{ID: k.Operation, State: k.State, CreatedAt: idTime(k.Operation), UpdatedAt: k.FinishedAt, FinishedAt: &k.FinishedAt}, nil
+		} else if err != nil {
+			return nil, s.unavailable(err)
+		}
+		return o, nil
+	}
+}
+
+// wants is the image that a submission asks for; "" for a rollback without a retained revision.
+func (sub submission) wants(r *record) string {
+	switch {
+	case sub.kind != "rollback":
+		return sub.image
+	case r.Rollback != nil:
+		return r.Rollback.Image
+	}
+	return ""
+}
+
+// admission makes the checks between a new request and its acceptance, each when it is asked for, in the
+// order that is part of the API. A nil error is a check that it passes.
+func (s *service) admission(sub submission, r *record, en enrolled, enErr error, room func() error) iter.Seq2[string, error] {
+	checks := []struct {
+		name string
+		make func() error
+	}{
+		{"shutting_down", func() error {
+			if s.closing() {
+				return shuttingDown()
+			}
+			return nil
+		}},
+		{"enrollment", func() error {
+			if enErr == nil {
+				return nil
+			}
+			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
+			e.err, e.local = enErr, enErr.Error()
+			return e
+		}},
+		{"repository", func() error {
+			if sub.kind == "rollback" {
+				switch {
+				case r.Rollback == nil:
+					return refuse("not_rollbackable", "there is no retained revision to go back to")
+				case r.Current.ByRollback:
+					return refuse("not_rollbackable", "the current revision is itself the outcome of a rollback; deploy a digest")
+				}
+			}
+			if repository, _, _ := strings.Cut(sub.wants(r), "@"); repository != en.Repository {
+				return refuse("repository_not_allowed", "%s may be deployed from %s only", s.name, en.Repository)
+			}
+			return nil
+		}},
+		{"suspended", func() error {
+			switch {
+			case r.Suspended != nil:
+				return refuse("suspended", "%s is suspended: resume it first", s.name)
+			case r.duty() == retiring:
+				return s.isRetiring()
+			}
+			return nil
+		}},
+		{"held", func() error {
+			if r.Held != nil {
+				return refuse("held", "the service is held until what is still there is gone: %s", strings.Join(r.Held.Remains, "; "))
+			}
+			return nil
+		}},
+		{"barrier", func() error {
+			if r.Barrier != nil {
+				return barrierUp(r.Barrier)
+			}
+			return nil
+		}},
+		{"rollout", func() error {
+			if r.active() != nil {
+				return rolloutActive(r)
+			}
+			return nil
+		}},
+		{"generation", func() error {
+			if sub.expected != r.Generation {
+				e := refuse("stale_generation", "expected_generation is %d, the current generation is %d", sub.expected, r.Generation)
+				e.CurrentGeneration = &r.Generation
+				return e
+			}
+			return nil
+		}},
+		{"room", func() error {
+			switch err := room(); {
+			case errors.Is(err, syscall.ENOSPC):
+				e := refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name)
+				e.err = err
+				return e
+			case err != nil:
+				return s.unavailable(err)
+			}
+			return nil
+		}},
+	}
+	return func(yield func(string, error) bool) {
+		for _, c := range checks {
+			if !yield(c.name, c.make()) {
+				return
+			}
+		}
+	}
+}
+
+// closing tells that Toad ends and takes nothing new.
+func (s *service) closing() bool {
+	s.live.Lock()
+	defer s.live.Unlock()
+	return s.live.closing
+}
+
+func shuttingDown() error { return refuse("shutting_down", "toad is shutting down; try again") }
 
 func keyReused(id string) error {
 	e := refuse("key_reused", "this idempotency_key was used for another request")
@@ -632,6 +823,10 @@ func (s *service) requestRollback(id, actor string) (op *operation, again bool, 
 		return nil, false, err
 	}
 	s.mu.Lock()
+	if _, err := s.bearer(actor); err != nil {
+		s.mu.Unlock()
+		return nil, false, err
+	}
 	o := s.op()
 	switch {
 	case o == nil || o.ID != id || o.State.terminal():
@@ -646,7 +841,7 @@ func (s *service) requestRollback(id, actor string) (op *operation, again bool, 
 	err = s.commitLocked(func(r *record) error {
 		r.Operation.RollbackRequested, r.Operation.RollbackBy = true, actor
 		return nil
-	})
+	}, event{Type: "rollback-requested", Actor: actor})
 	cancel := s.cancelStep
 	o = s.op()
 	s.mu.Unlock()

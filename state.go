@@ -156,6 +156,7 @@ type operation struct {
 
 	StabilitySeconds float64 `json:"stability_window_seconds"`
 	RestartBudget    int     `json:"restart_budget"`
+	Barrier          bool    `json:"barrier"` // enrolled: if it ends badly no other is taken until it is acknowledged
 
 	ReadySeconds      float64  `json:"ready_for_seconds"` // of the promotion
 	RollbackRequested bool     `json:"rollback_requested"`
@@ -174,6 +175,35 @@ type held struct {
 	StartedAt *time.Time `json:"started_at"` // before the one start of the current revision that ends the hold
 }
 
+// suspension keeps a service down by request, over reboots, until it is resumed.
+type suspension struct {
+	Since   time.Time `json:"since"`
+	By      string    `json:"by"`
+	Remains []string  `json:"remains"` // of an instance that could not be proven dead, in public words
+}
+
+// resumption is a start of the current revision that was asked for and is not done yet.
+type resumption struct {
+	Since     time.Time  `json:"since"`
+	By        string     `json:"by"`
+	StartedAt *time.Time `json:"started_at"` // before the start
+}
+
+// barrier closes a service until the operation that raised it is acknowledged.
+type barrier struct {
+	Operation string    `json:"operation_id"`
+	RaisedAt  time.Time `json:"raised_at"`
+}
+
+// retirement is the end of a service whose enrollment is gone. It stays until a later enrollment of that
+// name takes a deployment.
+type retirement struct {
+	Since   time.Time `json:"since"`
+	By      string    `json:"by"`
+	Done    bool      `json:"done"`    // instance, unit and images are gone
+	Remains []string  `json:"remains"` // of an instance that could not be proven dead, in public words
+}
+
 // record is service.json. What it does not say did not happen.
 type record struct {
 	Version        int               `json:"version"`
@@ -184,6 +214,10 @@ type record struct {
 	Rollback       *promotedRevision `json:"retained_rollback"`
 	Installed      bool              `json:"installed"` // the promoted form of current was written and read back
 	Held           *held             `json:"held"`
+	Suspended      *suspension       `json:"suspended"`
+	Resume         *resumption       `json:"resume"`
+	Barrier        *barrier          `json:"barrier"`
+	Retired        *retirement       `json:"retired"`
 	Operation      *operation        `json:"operation"`
 	Watch          restarts          `json:"watch"`      // restarts since promotion
 	Containers     []string          `json:"containers"` // ids recorded for this service's unit, newest last
@@ -251,6 +285,22 @@ func (r *record) check() error {
 		return bad("retained rollback is an unpromoted candidate")
 	case op != nil && !op.State.terminal() && r.Held != nil:
 		return bad("an operation is under way while the service is held")
+	case op != nil && !op.State.terminal() && (r.Suspended != nil || r.Retired != nil):
+		return bad("an operation is under way while the service is suspended or retired")
+	case op != nil && !op.State.terminal() && r.Barrier != nil:
+		return bad("an operation is under way behind a barrier")
+	case (r.Suspended != nil || r.Resume != nil) && r.Current == nil:
+		return bad("a service without a current revision is suspended or resumed")
+	case r.Suspended != nil && r.Resume != nil:
+		return bad("it is suspended and resumed at once")
+	case r.Suspended != nil && r.Installed:
+		return bad("it is suspended, and its unit starts at boot")
+	case r.Retired != nil && (r.Suspended != nil || r.Resume != nil):
+		return bad("it is retired, and suspended or resumed")
+	case r.Retired != nil && r.Retired.Done && (r.Current != nil || r.Held != nil):
+		return bad("it is retired, and not everything of it is gone")
+	case r.Barrier != nil && r.Barrier.Operation == "":
+		return bad("a barrier that no operation raised")
 	case op != nil && op.State.terminal() != (op.FinishedAt != nil):
 		return bad("state %s does not fit finished_at", op.State)
 	}
@@ -264,6 +314,52 @@ func (r *record) active() *operation {
 	}
 	return nil
 }
+
+// needs is the generation whose revision must be read for anything to be done now; 0: none.
+func (r *record) needs() int64 {
+	switch op := r.active(); {
+	case op != nil && op.State == preparing:
+		return 0
+	case op != nil:
+		return op.Candidate.Generation
+	case r.Held != nil:
+		return r.Held.Revision.Generation
+	case r.Current != nil:
+		return r.Current.Generation
+	}
+	return 0
+}
+
+// duty is what a service has to do with its host. Nothing but its own end or another duty ends one.
+type duty string
+
+const (
+	rollingOut  duty = "rollout"
+	retiring    duty = "retire"
+	holding     duty = "hold"
+	stayingDown duty = "stay down"
+	resuming    duty = "resume"
+	watching    duty = "watch"
+)
+
+func (r *record) duty() duty {
+	switch {
+	case r.active() != nil:
+		return rollingOut
+	case r.Retired != nil && !r.Retired.Done:
+		return retiring
+	case r.Held != nil:
+		return holding
+	case r.Suspended != nil:
+		return stayingDown
+	case r.Resume != nil:
+		return resuming
+	}
+	return watching
+}
+
+// down tells that nothing of the service may be started.
+func (r *record) down() bool { return r.Suspended != nil || r.Retired != nil }
 
 // clone copies the record so deep that changing the copy never shows in the original.
 func (r *record) clone() *record {
@@ -280,6 +376,24 @@ func (r *record) clone() *record {
 		v := *r.Held
 		v.Remains = slices.Clone(v.Remains)
 		c.Held = &v
+	}
+	if r.Suspended != nil {
+		v := *r.Suspended
+		v.Remains = slices.Clone(v.Remains)
+		c.Suspended = &v
+	}
+	if r.Resume != nil {
+		v := *r.Resume
+		c.Resume = &v
+	}
+	if r.Barrier != nil {
+		v := *r.Barrier
+		c.Barrier = &v
+	}
+	if r.Retired != nil {
+		v := *r.Retired
+		v.Remains = slices.Clone(v.Remains)
+		c.Retired = &v
 	}
 	c.Containers = slices.Clone(r.Containers)
 	c.Events = slices.Clone(r.Events)
@@ -449,6 +563,7 @@ func writeRecord(path string, v any) error {
 		if err := errors.Join(os.Link(path, tmp), os.Rename(tmp, path+".prev")); err != nil {
 			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
 		}
+		os.Remove(tmp) // renaming does nothing if a killed predecessor came as far: both are one file
 	}
 	return writeFile(path, b)
 }
@@ -482,13 +597,14 @@ func syncFile(path string) error {
 type dataDir struct {
 	path, quadlets string
 	id             string // DATA/id
+	own            ownLog // Toad's own events
 	locks          []*flock.Flock
 }
 
 // lockData takes both locks: whoever has them alone may read and write the directory. Nothing is read
 // before they are held.
 func lockData(path, quadlets string) (*dataDir, error) {
-	d := &dataDir{path: path, quadlets: quadlets}
+	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), tally: newTally()}}
 	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)
@@ -828,7 +944,8 @@ func (d *dataDir) prune(r *record, now time.Time) error {
 		g := op.Candidate.Generation
 		return r.Current != nil && r.Current.Generation == g || r.Rollback != nil && r.Rollback.Generation == g ||
 			r.Operation != nil && (r.Operation.ID == op.ID || r.Operation.Previous != nil && r.Operation.Previous.Generation == g) ||
-			r.Held != nil && (r.Held.Operation == op.ID || r.Held.Revision.Generation == g)
+			r.Held != nil && (r.Held.Operation == op.ID || r.Held.Revision.Generation == g) ||
+			r.Barrier != nil && r.Barrier.Operation == op.ID
 	}
 	for i := len(ids) - 1; i >= keepOperations; i-- {
 		if i < keepOperationsMost && now.Sub(idTime(ids[i])) < keepAge {
@@ -925,13 +1042,7 @@ func tail(path string, n int64) ([]byte, error) {
 	return io.ReadAll(f)
 }
 
-// ownEvent adds a line to Toad's own event log, which has no record beside it.
+// ownEvent adds a line to Toad's own event log.
 func (d *dataDir) ownEvent(typ, detail string) error {
-	l := &eventLog{path: filepath.Join(d.path, "events.jsonl")}
-	if err := l.readEnd(); err != nil {
-		return err
-	}
-	e := event{At: time.Now().UTC().Truncate(time.Millisecond), Type: typ, Actor: "toad", Detail: detail}
-	e.seal(l.head)
-	return l.append([]event{e})
+	return d.own.write(event{Type: typ, Actor: "toad", Detail: detail})
 }

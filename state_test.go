@@ -39,10 +39,27 @@ var goldenRecords = map[string]func(t *testing.T, w *world){
 		w.set(func() { w.h.apps[first.Candidate.digest()].readyAfter = -1 })
 		w.expect(w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID), hasFailed, "rollback_failed")
 	},
+	"tokens": func(t *testing.T, w *world) {
+		_, _, err := w.s.issue("local", "ci of hello", []string{"read", "deploy"}, 720*time.Hour)
+		must(t, err)
+		gone, _, err := w.s.issue("local", "lost", []string{"read"}, 0)
+		must(t, err)
+		w.s.index.get(gone.ID).used.Store(w.s.now().UnixMilli())
+		w.s.saveUses()
+		time.Sleep(time.Minute)
+		must(t, w.s.revoke("local", func(k *token) bool { return k.ID == gone.ID }))
+	},
 	"held": func(t *testing.T, w *world) {
 		w.expect(w.await(w.submit(w.push("stuck", app{unkillable: true})).ID), promoted, "")
 		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
 	},
+	"suspended": func(t *testing.T, w *world) { suspended(w) },
+	"resuming": func(t *testing.T, w *world) {
+		suspended(w)
+		w.asked(w.s.resume("local"))
+	},
+	"barrier": func(t *testing.T, w *world) { barred(w) },
+	"retired": func(t *testing.T, w *world) { retired(w) },
 }
 
 func inState(st state) func(t *testing.T, w *world) {
@@ -69,6 +86,9 @@ func TestGoldenRecords(t *testing.T) {
 					must(t, os.WriteFile(filepath.Join(goldenDir, to), b, 0o644))
 				}
 				take("service-"+name+".json", "service.json")
+				if name == "tokens" {
+					take("tokens.json", "tokens.json")
+				}
 				if name == "promoted" {
 					op := w.s.op()
 					take("revision.json", "revisions/2.json")
@@ -101,6 +121,8 @@ func TestGoldenRecords(t *testing.T) {
 			v = &archived{}
 		case name == "key":
 			v = &keyFile{}
+		case name == "tokens":
+			v = &tokenFile{}
 		}
 		if err := decodeRecord(b, v); err != nil {
 			t.Errorf("%s: %v", path, err)

@@ -33,7 +33,7 @@ func (s *service) watch(ctx context.Context) error {
 		if err := s.stale(); err != nil {
 			return err
 		}
-		if r := s.rec.Load(); r.active() != nil || r.Held != nil {
+		if s.rec.Load().duty() != watching {
 			return nil
 		}
 		cur := s.rec.Load().Current
@@ -52,13 +52,13 @@ func (s *service) watch(ctx context.Context) error {
 			nextInstall = time.Now().Add(installInterval)
 			if err := s.install(ctx, rev); s.undecided(ctx, err) {
 				return err
-			} else if err != nil {
+			} else if err != nil && s.rec.Load().duty() == watching {
 				s.alert("the promoted unit could not be put in place; it is tried again", "err", err)
 			}
 		}
 		if !time.Now().Before(nextRetention) {
 			nextRetention = time.Now().Add(retentionInterval)
-			rctx, cancel := s.whileIdle(ctx)
+			rctx, cancel := s.whileIdle(ctx, watching)
 			err := s.retention(rctx)
 			cancel()
 			if err != nil {
@@ -104,7 +104,7 @@ func (s *service) watch(ctx context.Context) error {
 				return err
 			}
 			if lookErr == nil { // it may be that its image is gone
-				rctx, cancel := s.whileIdle(ctx)
+				rctx, cancel := s.whileIdle(ctx, watching)
 				err := s.restoreImage(rctx, cur.reference)
 				cancel()
 				if err != nil {
@@ -125,14 +125,14 @@ func (s *service) watch(ctx context.Context) error {
 	}
 }
 
-// whileIdle is a context that ends when an operation is accepted.
-func (s *service) whileIdle(ctx context.Context) (context.Context, context.CancelFunc) {
+// whileIdle is a context that ends when an operation is accepted, or the service has another duty.
+func (s *service) whileIdle(ctx context.Context, now duty) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	s.mu.Lock()
 	s.cancelStep = cancel
-	active := s.rec.Load().active() != nil
+	other := s.rec.Load().duty() != now
 	s.mu.Unlock()
-	if active {
+	if other {
 		cancel(errSubmitted)
 	}
 	return ctx, func() {
@@ -226,11 +226,20 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 		if err := s.commit(func(r *record) error { r.Watch.Before, r.Watch.Invocation = st.InvocationID, ""; return nil }); err != nil {
 			return err
 		}
+		if s.rec.Load().down() {
+			return errSubmitted
+		}
 		if err := s.host.units.Start(ctx, serviceName(rev.Enrollment.Unit)); err != nil && !errors.Is(err, errNoAnswer) {
 			return err
 		}
 	}
-	if err := s.commit(func(r *record) error { r.Installed = true; return nil }); err != nil {
+	if err := s.commit(func(r *record) error {
+		if r.down() {
+			return errSubmitted
+		}
+		r.Installed = true
+		return nil
+	}); err != nil {
 		return err
 	}
 	s.say("installed")
@@ -257,10 +266,11 @@ func (s *service) watchUnit(ctx context.Context, rev *revision) (unitStatus, err
 		return st, err
 	}
 	var events []event
-	if n.Count > before.Count && time.Since(s.restartTold) >= time.Minute {
-		// A crash loop is told once a minute, with the count.
-		s.restartTold = time.Now()
-		s.alert("restart", "restarts since promotion", n.Count)
+	if n.Count > before.Count {
+		if time.Since(s.restartTold) >= time.Minute { // of a crash loop the journal has a line a minute
+			s.restartTold = time.Now()
+			s.alert("restart", "restarts since promotion", n.Count)
+		}
 		events = []event{{Type: "restart", Operation: s.currentOperation(), Detail: fmt.Sprintf("%d since promotion", n.Count)}}
 	}
 	if cerr := s.commit(func(r *record) error { r.Watch = n; return nil }, events...); cerr != nil {
@@ -358,12 +368,16 @@ func (s *service) restoreImage(ctx context.Context, ref reference) error {
 // can, and tells what changed.
 func (s *service) retention(ctx context.Context) error {
 	r := s.rec.Load()
+	var ofCurrent []wireProblem
 	if r.Current != nil {
-		if _, err := s.problemsOf(ctx, r.Current); err != nil {
+		var err error
+		if ofCurrent, err = s.problemsOf(ctx, r.Current); err != nil {
 			return err
 		}
-		if err := s.restoreImage(ctx, r.Current.reference); err != nil {
-			return err
+		if !r.down() { // else it is loaded when it is started
+			if err := s.restoreImage(ctx, r.Current.reference); err != nil {
+				return err
+			}
 		}
 	}
 	var problems []wireProblem
@@ -378,7 +392,7 @@ func (s *service) retention(ctx context.Context) error {
 	}
 	s.live.Lock()
 	old, checked := s.live.problems, s.live.checked
-	s.live.problems, s.live.checked = problems, true
+	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, true
 	s.live.Unlock()
 	switch {
 	case checked && slices.Equal(old, problems), len(problems) == 0 && len(old) == 0:
@@ -466,7 +480,7 @@ func (s *service) unhold(ctx context.Context) error {
 			return s.wait(ctx, 5*time.Second)
 		}
 		if took {
-			return s.commit(func(r *record) error { r.Held = nil; r.Installed = true; return nil },
+			return s.commit(func(r *record) error { r.Held, r.Resume, r.Installed = nil, nil, !r.down(); return nil },
 				event{Type: "held", Operation: h.Operation, Detail: "released: the current revision was started again"})
 		}
 	}
@@ -499,7 +513,7 @@ func (s *service) afterHold(ctx context.Context, h *held) error {
 	lift := func(detail string) error {
 		return s.commit(func(r *record) error {
 			r.Held = nil
-			r.Installed = true
+			r.Installed = !r.down()
 			return nil
 		}, event{Type: "held", Operation: h.Operation, Detail: "released: " + detail})
 	}
@@ -514,6 +528,9 @@ func (s *service) afterHold(ctx context.Context, h *held) error {
 		}
 		return lift("the instance is gone, and there is no revision to go back to")
 	}
+	if s.rec.Load().down() {
+		return lift("the instance is gone; the service is suspended")
+	}
 	rev, err := s.data.revision(s.name, cur.Generation)
 	if err != nil {
 		return err
@@ -527,26 +544,41 @@ func (s *service) afterHold(ctx context.Context, h *held) error {
 	if h.Candidate {
 		return lift("the candidate is gone; the current revision's unit is in place and not started")
 	}
+	if err := s.startCurrent(ctx, rev, func(r *record, now time.Time) error {
+		r.Held.StartedAt, r.Resume = &now, nil
+		return nil
+	}); err != nil {
+		return err
+	}
+	return lift("the instance is gone; the current revision is started again")
+}
+
+// startCurrent starts the current revision outside of a rollout: its unit is in place and nothing of it
+// runs. The start is meant durably before it is made; meant marks it in the record. It is not made for a
+// service that is to stay down.
+func (s *service) startCurrent(ctx context.Context, rev *revision, meant func(r *record, now time.Time) error) error {
 	unit := serviceName(rev.Enrollment.Unit)
 	st, err := s.host.units.Unit(ctx, unit)
 	if err != nil {
 		return err
 	}
-	if h.StartedAt == nil {
-		if err := s.commit(func(r *record) error {
-			now := s.now()
-			r.Held.StartedAt = &now
-			r.Watch = restarts{Count: r.Watch.Count, Before: st.InvocationID}
-			return nil
-		}); err != nil {
-			return err
+	if err := s.commit(func(r *record) error {
+		if r.down() {
+			return errSubmitted
 		}
+		r.Watch = restarts{Count: r.Watch.Count, Before: st.InvocationID}
+		return meant(r, s.now())
+	}); err != nil {
+		return err
 	}
 	if err := s.host.units.ResetFailed(ctx, unit); err != nil {
 		s.log.Debug("resetting the failed state", "err", err)
 	}
+	if s.rec.Load().down() {
+		return errSubmitted
+	}
 	if err := s.host.units.Start(ctx, unit); err != nil && !errors.Is(err, errNoAnswer) {
 		return err
 	}
-	return lift("the instance is gone; the current revision is started again")
+	return nil
 }
