@@ -453,7 +453,11 @@ func TestBarrier(t *testing.T) { // G9
 			t.Errorf("it names %q", e.OperationID)
 		}
 		w.restart()
-		w.asked(w.s.reconcile(op.ID, "token:x"))
+		id, _, err := w.s.issue("local", "ci", []string{"deploy"}, 0)
+		must(t, err)
+		_, err = w.s.reconcile(op.ID, "token:x") // one that was revoked meanwhile
+		w.refusedWith("unauthorized", err)
+		w.asked(w.s.reconcile(op.ID, "token:"+id.ID))
 		if changed, err := w.s.reconcile(op.ID, "local"); changed || err != nil {
 			t.Errorf("acknowledged twice: %v, %v", changed, err)
 		}
