@@ -103,8 +103,8 @@ type live struct {
 	log         *operationLog // of the operation under way or last ended
 	claimed     claim         // what the revision of this generation runs as
 	claimedBy   int64
-	compared    comparison
 	outcomes    map[state]int // operations that ended since Toad's start
+	compared    comparison
 }
 
 // health is runtime health, apart from any outcome.
