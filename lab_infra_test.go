@@ -268,7 +268,7 @@ func TestLabGuide(t *testing.T) {
 	images := map[string]string{
 		"sha256:FIRST": l.image(t, "hello", "VERSION=1"), "sha256:SECOND": l.image(t, "hello", "VERSION=2"), "sha256:THIRD": l.image(t, "hello", "VERSION=3"),
 	}
-	l.root(t, `loginctl disable-linger toad; systemctl stop user@1001.service; userdel --remove toad 2>/dev/null; ! id toad 2>/dev/null`)
+	l.root(t, `loginctl disable-linger toad; systemctl stop user@1001.service; pkill -KILL -u toad; userdel --force --remove toad 2>/dev/null; ! id toad 2>/dev/null`)
 	source := "/usr/local/src/toad"
 	l.root(t, "mkdir -p "+source+" && chmod 755 "+source)
 	for _, file := range []string{"Containerfile", "infra"} {
