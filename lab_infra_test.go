@@ -25,14 +25,17 @@ func (l *lab) rebuild(t testing.TB, binary, tag string, mode os.FileMode) (image
 }) {
 	t.Helper()
 	context := "/home/toad/.cache/lab/" + tag
-	l.exec(t, "rm -rf "+context+" && mkdir -p "+context)
+	l.root(t, "rm -rf "+context+" && mkdir -p "+context)
 	for from, to := range map[string]string{binary: "toad", "Containerfile": "Containerfile"} {
 		must(t, os.WriteFile(l.path(context+"/"+to), readFile(t, from), 0o644))
 	}
 	must(t, os.Chmod(l.path(context+"/toad"), mode))
 	l.exec(t, "podman build --quiet --timestamp 0 --layers=false --identity-label=false --build-arg BUILD=prebuilt"+
 		" --build-arg VERSION=v1.2.3 --build-arg REVISION=0123abc --tag localhost/"+tag+" "+context)
-	t.Cleanup(func() { l.try("sh", "-c", "podman rmi localhost/"+tag+"; rm -rf "+context) })
+	t.Cleanup(func() {
+		l.try("podman", "rmi", "localhost/"+tag)
+		l.try("--root", "rm", "-rf", context)
+	})
 	must(t, json.Unmarshal([]byte(l.exec(t, "podman image inspect --format '{{json .}}' localhost/"+tag)), &image))
 	return image
 }
