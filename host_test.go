@@ -192,13 +192,15 @@ func (h *fakeHost) fetch(ctx context.Context, dir, image string, limit byteSize)
 	}
 	h.mu.Lock()
 	img, ok := h.registry[digest]
-	down := h.registryDown
 	h.mu.Unlock()
 	select {
 	case <-time.After(200 * time.Millisecond):
 	case <-ctx.Done():
 		return imageInfo{}, failed("fetch_failed", ctx.Err(), digest)
 	}
+	h.mu.Lock()
+	down := h.registryDown
+	h.mu.Unlock()
 	if down || !ok {
 		return imageInfo{}, failed("fetch_failed", errors.New("registry is down"), digest)
 	}

@@ -111,6 +111,23 @@ func (l *lab) try(args ...string) (string, int) {
 	return strings.TrimSpace(string(out)), cmd.ProcessState.ExitCode()
 }
 
+// sound demands that fsck finds nothing in the records and the unit of these services. (Units of services that
+// other tests had are gone.)
+func (l *lab) sound(t testing.TB, services ...string) {
+	t.Helper()
+	out, status := l.try("toad", "fsck")
+	if status != 0 && status != 1 {
+		t.Errorf("fsck exits %d: %s", status, out)
+	}
+	for line := range strings.Lines(out) {
+		for _, s := range services {
+			if strings.Contains(line, "/"+s+"/") {
+				t.Errorf("fsck: %s", line)
+			}
+		}
+	}
+}
+
 // exec runs a shell line on the host as the toad user, root as root; it must succeed.
 func (l *lab) exec(t testing.TB, line string) string {
 	t.Helper()
