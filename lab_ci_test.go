@@ -132,7 +132,7 @@ func TestLabCIStepTokenRevokedMeanwhile(t *testing.T) { // E10
 
 // TestLabCIStepLosesTheNetwork has the lab to itself: for everybody the published port is dead for a while.
 func TestLabCIStepLosesTheNetwork(t *testing.T) {
-	c := theLab(t).enroll(t, "ci-cut", func(s *labService) { s.en.Probation.StabilityWindow = duration(8 * time.Second) }).ciStep("read", "deploy")
+	c := theLab(t).enroll(t, "ci-cut", func(s *labService) { s.en.Probation.StabilityWindow = duration(20 * time.Second) }).ciStep("read", "deploy")
 	image := c.image("VERSION=1")
 	cmd, out, op := c.begin(image, "1")
 	c.root(t, `nft add table inet cut && nft add chain inet cut out '{ type filter hook output priority 0; }' &&
