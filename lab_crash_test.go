@@ -264,6 +264,15 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 	l.sound(t, "killed")
 }
 
+const never = -1
+
+// inTurn leaves a long test to its day, one of three, or to -every-boundary.
+func inTurn(t *testing.T, day int) {
+	if !*everyBoundary && time.Now().YearDay()%3 != day {
+		t.Skip("not today: with -every-boundary it runs on any day")
+	}
+}
+
 // The host is reset hard in every state: with -every-boundary in all of them, else in a third each day.
 func TestLabRebootInEachState(t *testing.T) {
 	l := theLab(t)

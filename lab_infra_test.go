@@ -136,6 +136,7 @@ func TestLabWatchdog(t *testing.T) {
 // collection, reloads by others, an apply that changes an enrollment and one that takes it away. No unit of a
 // service is touched, the outcome is what it would have been, and what a rollback needs is there.
 func TestLabCoexistence(t *testing.T) {
+	inTurn(t, 1)
 	l := theLab(t)
 	slow := func(s *labService) {
 		brisk(s)
@@ -253,6 +254,7 @@ func TestGuideHasStepsOfBoth(t *testing.T) {
 // stage is the prebuilt one, and the registry has no TLS. Afterwards the module is applied in the middle of a
 // probation, and takes one enrollment away.
 func TestLabGuide(t *testing.T) {
+	inTurn(t, 2)
 	shared := theLab(t)
 	l := &lab{name: shared.name + "-guide"}
 	lab := func(args ...string) {
@@ -386,9 +388,7 @@ func TestLabRedeployedDigest(t *testing.T) {
 // stage does of a binary that was compiled elsewhere. It takes some minutes, so that it has a command of its
 // own: go test -run TestLabImageIsCompiled -every-boundary
 func TestLabImageIsCompiled(t *testing.T) {
-	if !*everyBoundary {
-		t.Skip("it has a command of its own: -every-boundary")
-	}
+	inTurn(t, never)
 	l := theLab(t)
 	binary := filepath.Join(t.TempDir(), "toad")
 	build := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -X main.version=v1.2.3", "-o", binary, ".")
