@@ -55,8 +55,8 @@ func TestLabSuspendedOverReboots(t *testing.T) {
 	l.reboot(t)
 	s.expectDown()
 
-	// Another hand starts it.
-	l.exec(t, "systemctl --user start asleep.service")
+	// Another hand starts it; the start may be cancelled while it is waited for.
+	l.exec(t, "systemctl --user start --no-block asleep.service")
 	s.eventually("it is stopped again", func() bool { return s.unit("ActiveState") != "active" && len(s.running()) == 0 })
 	s.expectDown()
 
