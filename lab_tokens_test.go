@@ -7,11 +7,12 @@ import (
 	"time"
 )
 
-// inNetns runs a shell line that speaks TCP (bash, its /dev/tcp) in the network of a running container.
+// inNetns runs a shell line that speaks TCP (bash, its /dev/tcp) in the network of a running container, for five
+// seconds at most: what is dropped on the way connects for minutes.
 func (l *lab) inNetns(t testing.TB, container, line string) string {
 	t.Helper()
 	pid := l.exec(t, "podman inspect --format '{{.State.Pid}}' "+container)
-	return l.root(t, fmt.Sprintf("nsenter --net --target %s -- bash -c '%s'; true", pid, strings.ReplaceAll(line, "'", `'\''`)))
+	return l.root(t, fmt.Sprintf("timeout 5 nsenter --net --target %s -- bash -c '%s'; true", pid, strings.ReplaceAll(line, "'", `'\''`)))
 }
 
 // ask is a line that connects, asks with a token (none if it is empty) and prints whatever comes within
