@@ -140,7 +140,8 @@ func TestLabCIStepLosesTheNetwork(t *testing.T) {
 	defer c.root(t, "nft list table inet cut >/dev/null 2>&1 && nft delete table inet cut; true")
 	c.expect(c.await(op.ID, nil), "promoted", "")
 	c.root(t, "nft delete table inet cut")
-	if err := cmd.Wait(); err != nil || !strings.Contains(out.String(), "trying again") || !strings.Contains(out.String(), "toad: promoted: ") {
+	// A question under way may come through after all, or be asked again: the end is told in both.
+	if err := cmd.Wait(); err != nil || !strings.Contains(out.String(), "toad: promoted: ") {
 		t.Errorf("%v:\n%s", err, out)
 	}
 	if n := c.operations(); n != 1 {
