@@ -155,7 +155,7 @@ func TestLabCIStepKilledAndRunAgain(t *testing.T) {
 	for i, image := range []string{c.image("VERSION=1"), c.image("VERSION=2")} {
 		run := fmt.Sprint(i)
 		cmd, out, op := c.begin(image, run)
-		c.exec(t, "kill -KILL -- -$(cat ci/"+c.name+".pid)")
+		c.exec(t, "kill -KILL -$(cat ci/"+c.name+".pid)")
 		if cmd.Wait() == nil {
 			t.Errorf("it was not killed:\n%s", out)
 		}
