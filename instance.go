@@ -429,7 +429,7 @@ func (s *service) remains(ctx context.Context, rev *revision, st unitStatus) sti
 		return append(r, "Podman does not answer")
 	}
 	for _, c := range list {
-		if gone && s.leftBehind(unit, c) {
+		if gone && !slices.Contains(s.rec.Load().Containers, c.ID) && s.leftBehind(unit, c) {
 			if err := s.commit(func(r *record) error { r.addContainer(c.ID); return nil }); err != nil {
 				s.log.Warn("recording a container", "container", c.ID, "err", err)
 			}
