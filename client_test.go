@@ -973,7 +973,7 @@ func TestClientServeFlags(t *testing.T) {
 		c.FlagSet.VisitAll(func(f *flag.Flag) { got[f.Name] = f.DefValue })
 		want := map[string]string{
 			"bus": "unix:path=/run/toad/bus", "podman": "unix:///run/toad/podman/podman.sock", "quadlets": "/quadlet", "data": "/data",
-			"enrollment": "/enrollment", "listen": ":8440", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
+			"enrollment": "/enrollment", "listen": ":8440", "web-listen": ":8441", "auth-file": "/etc/toad/auth.json", "ca-file": "/etc/toad/ca.pem", "plain-http": "",
 			"reserved": "toad,toad-gateway,caddy,zot,luci,secrets", "watchdog": "0s",
 		}
 		if diff := cmp.Diff(want, got); diff != "" {

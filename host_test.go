@@ -469,7 +469,7 @@ func (h *fakeHost) run(u *hostUnit) {
 		h.removeNamed(name) // --replace
 		c := &hostContainer{app: a, begun: time.Now(), container: container{
 			ID: fmt.Sprintf("%064x", h.next()), Name: name, Status: "running", ConmonPID: uint32(h.next()), ImageName: image, ImageID: id, Unit: u.name,
-			Labels: labelsOf(u.text), StartedAt: time.Now(), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
+			Labels: labelsOf(u.text), StartedAt: time.Now().Add(h.wallOffset), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
 		h.containers[c.ID] = c
 		h.starts = append(h.starts, fakeStart{name, time.Now().Add(h.wallOffset)})
 		if a.says != "" {

@@ -4,6 +4,7 @@
 // Usage:
 //
 //	toad serve
+//	toad gateway --host NAME
 //	toad status [SERVICE]
 //	toad deploy SERVICE IMAGE
 //	toad watch OPERATION
@@ -24,7 +25,8 @@
 //	toad restore < FILE
 //	toad version
 //
-// `serve` is the server: one on a host, in its own container. `check` judges a directory of
+// `serve` is the server: one on a host, in its own container. `gateway`, in another one, leads from a
+// socket of the public web server to the read-only page. `check` judges a directory of
 // enrollments without a host. The other commands speak to the server over its administration
 // socket, /data/run/toad.sock unless --socket names another. `fsck`, `audit` and `backup` work on
 // the data directory themselves when no server runs, `restore` always does.
@@ -164,6 +166,7 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 		FlagSet: newFlags("toad"),
 		Subcommands: []*ffcli.Command{
 			serveCmd(stdout, stderr),
+			gatewayCmd(stdout, stderr),
 			statusCmd(stdout, stderr),
 			deployCmd(stdout, stderr),
 			watchCmd(stdout, stderr),
@@ -279,6 +282,7 @@ type serveConfig struct {
 	data       string   // directory of the records; the socket is run/toad.sock in it
 	enrollment string   // directory of the enrollments, read-only
 	listen     string   // TCP address for the holders of tokens; "": none
+	webListen  string   // TCP address of the page, for the gateway; "": none
 	authFile   string   // credentials for the registry
 	caFile     string   // certificates the registry is trusted by
 	plainHTTP  []string // registries spoken to without TLS
@@ -296,6 +300,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.data, "data", "/data", "`directory` of the records and of the socket run/toad.sock")
 	fs.StringVar(&cfg.enrollment, "enrollment", "/enrollment", "`directory` of the enrollments")
 	fs.StringVar(&cfg.listen, "listen", ":8440", "TCP `address` for the holders of tokens; empty: none")
+	fs.StringVar(&cfg.webListen, "web-listen", ":8441", "TCP `address` of the page, for the gateway on the private network; empty: none")
 	fs.StringVar(&cfg.authFile, "auth-file", "/etc/toad/auth.json", "`file` with the registry's credentials")
 	fs.StringVar(&cfg.caFile, "ca-file", "/etc/toad/ca.pem", "`file` with the certificates that the registry is trusted by")
 	fs.Func("plain-http", "registry `host` that is spoken to without TLS; repeatable", func(s string) error {
@@ -319,6 +324,31 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 			}
 			cfg.reserved = splitNames(*reserved)
 			return serve(ctx, cfg, newLog(stdout, stderr))
+		},
+	}
+}
+
+func gatewayCmd(stdout, stderr io.Writer) *ffcli.Command {
+	var cfg gatewayConfig
+	fs := newFlags("gateway")
+	fs.StringVar(&cfg.socket, "socket", "/run/toad-web/gateway.sock", "Unix `socket` to listen on, shared with the public web server")
+	fs.StringVar(&cfg.host, "host", "", "the one host `name` that is answered to, as browsers send it")
+	fs.StringVar(&cfg.upstream, "upstream", "toad:8441", "`address` of the page on the private network")
+	fs.StringVar(&cfg.secretFile, "secret-file", "/run/toad-gateway/secret", "`file` with the credential that toad serve made")
+	return &ffcli.Command{
+		Name:       "gateway",
+		ShortUsage: "toad gateway --host NAME [FLAGS]",
+		ShortHelp:  "lead from the public web server's socket to the read-only page",
+		FlagSet:    fs,
+		Options:    envFlags(),
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs("gateway", args); err != nil {
+				return err
+			}
+			if cfg.host == "" {
+				return usageError("--host is missing", "it is the name that browsers know the page by")
+			}
+			return gateway(ctx, cfg, newLog(stdout, stderr))
 		},
 	}
 }

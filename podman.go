@@ -19,6 +19,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"regexp"
 	"slices"
@@ -135,7 +136,12 @@ type inspection struct {
 	}
 	Config          struct{ Labels map[string]string }
 	NetworkSettings struct {
-		Networks map[string]struct{ IPAddress, GlobalIPv6Address string }
+		Networks map[string]struct {
+			IPAddress, Gateway             string
+			IPPrefixLen                    int
+			GlobalIPv6Address, IPv6Gateway string
+			GlobalIPv6PrefixLen            int
+		}
 	}
 	Mounts []struct{ Source, Destination string }
 }
@@ -226,6 +232,27 @@ func (p *podman) Self(ctx context.Context, id12 string) (mounts, networks map[st
 		mounts[m.Destination] = m.Source
 	}
 	return mounts, i.addresses(), nil
+}
+
+// Subnets tells of a container's network which addresses are on it; none if it is not on that network.
+func (p *podman) Subnets(ctx context.Context, id12, network string) ([]subnet, error) {
+	i, err := p.inspect(ctx, id12)
+	if err != nil {
+		return nil, err
+	}
+	n := i.NetworkSettings.Networks[network]
+	var subnets []subnet
+	for _, a := range []struct {
+		address, gateway string
+		bits             int
+	}{{n.IPAddress, n.Gateway, n.IPPrefixLen}, {n.GlobalIPv6Address, n.IPv6Gateway, n.GlobalIPv6PrefixLen}} {
+		address, _ := netip.ParseAddr(a.address)
+		gateway, _ := netip.ParseAddr(a.gateway) // a network may have none
+		if prefix, err := address.Prefix(a.bits); err == nil && a.bits > 0 && address.IsValid() {
+			subnets = append(subnets, subnet{prefix, gateway})
+		}
+	}
+	return subnets, nil
 }
 
 var fullID = regexp.MustCompile(`^[0-9a-f]{64}$`)

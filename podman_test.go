@@ -9,9 +9,11 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -116,8 +118,8 @@ func containerJSON(id, name string) string {
  "Config":{"Hostname":"0ec535e92ae9","Labels":{"PODMAN_SYSTEMD_UNIT":"hello.service","toad.service":"hello","toad.generation":"3"}},
  "Mounts":[{"Type":"bind","Source":"/home/toad/.local/share/toad","Destination":"/data","RW":true},
   {"Type":"volume","Name":"v","Source":"/home/toad/volumes/v/_data","Destination":"/v"}],
- "NetworkSettings":{"IPAddress":"","Networks":{"apps":{"IPAddress":"10.89.0.3","NetworkID":"apps"},
-  "six":{"IPAddress":"","GlobalIPv6Address":"fd00::3"},"none":{"IPAddress":""}}}}`
+ "NetworkSettings":{"IPAddress":"","Networks":{"apps":{"IPAddress":"10.89.0.3","IPPrefixLen":24,"Gateway":"10.89.0.1","NetworkID":"apps"},
+  "six":{"IPAddress":"","GlobalIPv6Address":"fd00::3","GlobalIPv6PrefixLen":64,"IPv6Gateway":"fd00::1"},"none":{"IPAddress":""}}}}`
 }
 
 func TestPodmanContainers(t *testing.T) {
@@ -188,6 +190,15 @@ func TestPodmanContainer(t *testing.T) {
 	if err != nil || networks["apps"] != "10.89.0.3" ||
 		!reflect.DeepEqual(mounts, map[string]string{"/data": "/home/toad/.local/share/toad", "/v": "/home/toad/volumes/v/_data"}) {
 		t.Errorf("self: %v %v %v", mounts, networks, err)
+	}
+	for network, want := range map[string][]subnet{
+		"apps": {{netip.MustParsePrefix("10.89.0.0/24"), netip.MustParseAddr("10.89.0.1")}},
+		"six":  {{netip.MustParsePrefix("fd00::/64"), netip.MustParseAddr("fd00::1")}},
+		"none": nil, "nobody": nil,
+	} {
+		if got, err := p.Subnets(t.Context(), idA[:12], network); err != nil || !slices.Equal(got, want) {
+			t.Errorf("network %s: %v, %v", network, got, err)
+		}
 	}
 	if _, _, err := p.Self(t.Context(), "hello"); !errors.Is(err, errNotFound) {
 		t.Errorf("self by a name: %v", err)
@@ -404,6 +415,7 @@ func podmanCalls(ctx context.Context, p *podman) map[string]func() error {
 		"Starts":     func() error { _, err := p.Starts(ctx, "a", time.Now()); return err },
 		"Exists":     func() error { _, err := p.Exists(ctx, "network", "a"); return err },
 		"Self":       func() error { _, _, err := p.Self(ctx, idA[:12]); return err },
+		"Subnets":    func() error { _, err := p.Subnets(ctx, idA[:12], "toad"); return err },
 		"Load":       func() error { return p.Load(ctx, strings.NewReader("archive")) },
 	}
 }

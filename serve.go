@@ -202,6 +202,13 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		}
 		start(&ownPeers{Listener: tcp, log: log, own: net.InterfaceAddrs, slots: make(chan struct{}, maxConns)}, d.tcpHandler())
 	}
+	if cfg.webListen != "" {
+		page := webServer(nil, log)
+		if err := d.servePage(page, cfg, own); err != nil { // nothing that is deployed depends on it
+			log.Error("the page is not served", "err", err)
+		}
+		servers = append(servers, page)
+	}
 	if err := data.ownEvent("start", buildVersion().Version); err != nil {
 		log.Error("writing toad's own event", "err", err)
 	}
@@ -266,12 +273,36 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	return err
 }
 
+// servePage begins to serve the page, to the gateway alone.
+func (d *daemon) servePage(srv *http.Server, cfg serveConfig, own *self) error {
+	secret, err := gatewaySecret(cfg.data)
+	if err != nil {
+		return err
+	}
+	ln, err := net.Listen("tcp", cfg.webListen)
+	if err != nil {
+		return fmt.Errorf("listening for the gateway: %w", err)
+	}
+	srv.Handler = guarded(secret, d.webHandler())
+	go func() {
+		if err := srv.Serve(&privatePeers{Listener: ln, subnets: own.private, log: d.log}); !errors.Is(err, http.ErrServerClosed) {
+			d.log.Error("the page is not served any more", "err", err)
+		}
+	}()
+	return nil
+}
+
 // listenUnix listens on the administration socket: its directory is for the owner alone, and so is it.
 // Whatever socket lies there is stale, because the lock on the data directory is held.
 func listenUnix(path string) (net.Listener, error) {
 	if err := os.Chmod(filepath.Dir(path), 0o700); err != nil {
 		return nil, fmt.Errorf("closing the socket's directory to others: %w; it must belong to the user that runs Toad", err)
 	}
+	return bindSocket(path, 0o600)
+}
+
+// bindSocket listens on a socket of that mode, in place of the one that its predecessor left.
+func bindSocket(path string, mode fs.FileMode) (net.Listener, error) {
 	if st, err := os.Lstat(path); err == nil && st.Mode()&fs.ModeSocket == 0 {
 		return nil, fmt.Errorf("listening on %s: a file that is no socket is in the way", path)
 	}
@@ -282,7 +313,7 @@ func listenUnix(path string) (net.Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening on %s: %w", path, err)
 	}
-	if err := os.Chmod(path, 0o600); err != nil {
+	if err := os.Chmod(path, mode); err != nil {
 		ln.Close()
 		return nil, fmt.Errorf("closing the socket to others: %w", err)
 	}
@@ -389,14 +420,19 @@ var kernelBootID = sync.OnceValue(func() string {
 })
 
 // self is what Toad knows of its own container, from Podman's inspection of it: the host's names of its
-// mounts. A process outside of any container has the host's own names.
+// mounts, and the private network's addresses. A process outside of any container has the host's own
+// names, and no private network.
 type self struct {
 	podman *podman
 
-	mu     sync.Mutex
-	mounts map[string]string
-	asked  bool
+	mu      sync.Mutex
+	mounts  map[string]string
+	subnets []subnet
+	asked   bool
 }
+
+// privateNetwork is the network that Toad shares with its gateway alone.
+const privateNetwork = "toad"
 
 // ask inspects once; a failure is not remembered.
 func (s *self) ask(ctx context.Context) error {
@@ -413,8 +449,19 @@ func (s *self) ask(ctx context.Context) error {
 	if err != nil && !errors.Is(err, errNotFound) {
 		return err
 	}
-	s.mounts, s.asked = mounts, true
+	subnets, err := s.podman.Subnets(ctx, name, privateNetwork)
+	if err != nil && !errors.Is(err, errNotFound) {
+		return err
+	}
+	s.mounts, s.subnets, s.asked = mounts, subnets, true
 	return nil
+}
+
+// private is the private network, as far as it is known.
+func (s *self) private() []subnet {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.subnets
 }
 
 // paths is how the host names two directories of Toad's.

@@ -97,11 +97,14 @@ type live struct {
 	closing     bool          // no new operation is taken
 	readyFor    time.Duration
 	health      health
-	problems    []wireProblem // of the retained rollback
-	ofCurrent   []wireProblem // of the current revision, if it had to be put back
-	checked     bool          // both were looked at
-	log         *operationLog // of the operation under way or last ended
-	claimed     claim         // what the revision of this generation runs as
+	problems    []wireProblem   // of the retained rollback
+	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
+	checked     bool            // both were looked at
+	log         *operationLog   // of the operation under way or last ended
+	claimed     claim           // what the revision of this generation runs as
+	recent      []pastOperation // the operations before it, newest first
+	unit        lookedUnit      // as last looked at, by whoever looked
+	container   lookedContainer
 	claimedBy   int64
 	outcomes    map[state]int // operations that ended since Toad's start
 	compared    comparison
@@ -117,11 +120,14 @@ type health struct {
 }
 
 func newService(name string, data *dataDir, h *host, enroll func() (enrolled, error), log *slog.Logger) *service {
-	s := &service{name: name, data: data, host: h, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally(), index: &tokenIndex{}}
+	s := &service{name: name, data: data, enroll: enroll, log: log.With("service", name), wake: make(chan struct{}, 1), tally: newTally(), index: &tokenIndex{}}
 	s.live.changed = make(chan struct{})
 	s.live.outcomes = map[state]int{}
 	s.live.unavailable = errors.New("not read yet")
 	s.live.health.state = "unknown"
+	own := *h
+	own.units, own.containers = looking{h.units, h.containers, s}, looking{h.units, h.containers, s}
+	s.host = &own
 	return s
 }
 
@@ -198,8 +204,10 @@ func (s *service) open() error {
 	if err != nil {
 		return err
 	}
+	recent := s.readRecent(r)
 	s.live.Lock()
 	s.live.unavailable = nil
+	s.live.recent = recent
 	s.live.health = health{state: "unknown"} // what was seen before counts no more
 	s.live.log = nil
 	if r.Operation != nil {
@@ -391,6 +399,9 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 	err = s.data.withReserve(func() error { return ev.append(r.Events) })
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
 		s.live.Lock()
+		if old.Operation != nil {
+			s.live.recent = append([]pastOperation{pastOf(old.Operation, s.live.log)}, s.live.recent[:min(len(s.live.recent), maxRecent-1)]...)
+		}
 		s.live.log = s.data.openLog(s.name, r.Operation.ID)
 		s.live.readyFor = 0
 		s.live.Unlock()

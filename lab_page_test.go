@@ -1,0 +1,258 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/chromedp/cdproto/network"
+	"github.com/chromedp/chromedp"
+)
+
+// get asks Caddy for a page as a client on the host does, and returns the status, the headers and the body.
+func (l *lab) get(t testing.TB, path string, curl ...string) (status, head, body string) {
+	t.Helper()
+	args := append([]string{"--root", "curl", "--silent", "--insecure", "--include", "--max-time", "20", "--write-out", "\n%{http_code}"}, curl...)
+	out, _ := l.try(append(args, "https://toad.lab"+path)...)
+	i := strings.LastIndexByte(out, '\n')
+	status, out = out[i+1:], strings.ReplaceAll(out[:max(i, 0)], "\r\n", "\n")
+	head, body, _ = strings.Cut(out, "\n\n")
+	return status, strings.ToLower(head), body
+}
+
+const labReader = "--user=operator:pond"
+
+// TestLabPageThroughCaddy goes the way of a reader: Caddy, the shared socket, the gateway, Toad. It takes Toad
+// away for a while.
+func TestLabPageThroughCaddy(t *testing.T) {
+	l := theLab(t)
+	s := l.enroll(t, "shown")
+	op := s.promote(s.image("VERSION=1"))
+	for _, tt := range []struct {
+		name, path, status string
+		curl               []string
+	}{
+		{"no credentials", "/", "401", nil},
+		{"no credentials, a service", "/services/shown", "401", nil},
+		{"no credentials, an asset", webNames["page.css"], "401", nil},
+		{"wrong password", "/", "401", []string{"--user=operator:pound"}},
+		{"wrong user", "/", "401", []string{"--user=root:pond"}},
+		{"a bearer token", "/", "401", []string{"--header=Authorization: Bearer pond"}},
+		{"right", "/", "200", []string{labReader}},
+		{"a service", "/services/shown", "200", []string{labReader}},
+		{"as JSON", "/services/shown.json", "200", []string{labReader}},
+		{"an asset", webNames["page.css"], "200", []string{labReader}},
+		{"HEAD", "/", "200", []string{labReader, "--head"}},
+		{"nothing there", "/services/nobody", "404", []string{labReader}},
+		{"the API", "/v1/services", "404", []string{labReader}},
+		{"POST", "/", "405", []string{labReader, "--data=x"}},
+		{"POST to the API", "/v1/deployments", "405", []string{labReader, "--data={}"}},
+		{"PUT", "/", "405", []string{labReader, "--request=PUT"}},
+		{"DELETE", "/services/shown", "405", []string{labReader, "--request=DELETE"}},
+		{"OPTIONS", "/", "405", []string{labReader, "--request=OPTIONS"}},
+		{"a body", "/", "400", []string{labReader, "--request=GET", "--data=x"}},
+	} {
+		status, head, body := l.get(t, tt.path, tt.curl...)
+		if status != tt.status {
+			t.Errorf("%s: status %s, want %s\n%s", tt.name, status, tt.status, head)
+		}
+		if status == "401" && (body != "" || !strings.Contains(head, "www-authenticate: basic")) {
+			t.Errorf("%s: %s\n%s", tt.name, head, body)
+		}
+		if status != "401" {
+			for _, want := range []string{"content-security-policy: default-src 'none'", "x-content-type-options: nosniff", "x-frame-options: deny", "referrer-policy: no-referrer", "strict-transport-security: max-age="} {
+				if !strings.Contains(head, want) {
+					t.Errorf("%s: no %s in\n%s", tt.name, want, head)
+				}
+			}
+		}
+		if strings.Contains(head, "set-cookie") {
+			t.Errorf("%s: %s", tt.name, head)
+		}
+	}
+	_, _, body := l.get(t, "/services/shown.json", labReader)
+	var page webPage
+	if err := json.Unmarshal([]byte(body), &page); err != nil || len(page.Services) != 1 {
+		t.Fatalf("%v: %s", err, body)
+	}
+	v := page.Services[0]
+	if page.Host != "toad.lab" || v.Current == nil || v.Current.Digest != op.Candidate.Digest || v.Operations[0].ID != op.ID ||
+		v.Unit == nil || v.Unit.ActiveState != "active" || v.Unit.InvocationID != s.unit("InvocationID") || v.Container == nil || v.Container.State != "running" {
+		t.Errorf("the page says %s", body)
+	}
+
+	// Another name gets nothing of the page, neither of Caddy nor, past it, of the gateway.
+	if status, head, body := l.get(t, "/", labReader, "--header=Host: other.lab"); strings.Contains(body, "Toad") {
+		t.Errorf("another name: %s\n%s\n%s", status, head, body)
+	}
+	for host, want := range map[string]string{"other.lab": "421", "localhost": "421", "toad.lab:443": "421", "toad.lab": "200"} {
+		if out := l.root(t, "curl -s -o /dev/null -w '%{http_code}' --unix-socket /run/toad-web/gateway.sock http://"+host+"/"); out != want {
+			t.Errorf("the gateway answers %s with %s, want %s", host, out, want)
+		}
+	}
+	if out := l.root(t, "stat -c '%a %U %G' /run/toad-web /run/toad-web/gateway.sock"); out != "2710 toad caddy\n660 toad caddy" {
+		t.Errorf("the socket: %s", out)
+	}
+	if out, status := l.try("--root", "setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "curl", "-s", "--unix-socket", "/run/toad-web/gateway.sock", "http://toad.lab/"); status != 7 {
+		t.Errorf("nobody on the socket: %d %s", status, out)
+	}
+	if out := l.exec(t, "podman port toad-gateway"); out != "" {
+		t.Errorf("the gateway's ports on the host: %s", out)
+	}
+
+	// Without Toad the reader is told so, and sees the page again when Toad is back.
+	l.exec(t, "systemctl --user stop toad.service")
+	status, head, body := l.get(t, "/", labReader)
+	if status != "502" || !strings.Contains(body, "Toad does not answer") || !strings.Contains(head, "default-src 'none'") {
+		t.Errorf("without Toad: %s\n%s\n%s", status, head, body)
+	}
+	l.exec(t, "systemctl --user start toad.service")
+	l.eventuallyFor(t, time.Minute, "the page is back", func() bool {
+		status, _, _ := l.get(t, "/services/shown", labReader)
+		return status == "200"
+	})
+	l.exec(t, "systemctl --user restart toad-gateway.service")
+	l.eventuallyFor(t, time.Minute, "the page is back behind a new socket", func() bool {
+		status, _, _ := l.get(t, "/", labReader)
+		return status == "200"
+	})
+}
+
+// labBrowser is a browser on the lab's host: it has the network of that, and nothing else of it.
+func (l *lab) browser(t testing.TB) *browser {
+	t.Helper()
+	pid, err := os.ReadFile(filepath.Join(labDir(), l.name, "pid"))
+	must(t, err)
+	script := filepath.Join(t.TempDir(), "chromium")
+	must(t, os.WriteFile(script, fmt.Appendf(nil, "#!/bin/sh\nexec nsenter --target %s --net chromium \"$@\"\n", strings.TrimSpace(string(pid))), 0o755))
+	b := newBrowser(t, chromedp.ExecPath(script), chromedp.IgnoreCertErrors, chromedp.Flag("host-resolver-rules", "MAP toad.lab 127.0.0.1"))
+	_, err = chromedp.Call(b.ctx, network.SetExtraHTTPHeaders, network.SetExtraHTTPHeadersParams{Headers: network.Headers{"Authorization": "Basic b3BlcmF0b3I6cG9uZA=="}})
+	must(t, err)
+	return b
+}
+
+// TestLabPageInABrowser follows a deployment to its promotion and one to its rollback, in a real browser through
+// Caddy: on a phone, where the page looks again by itself, and on a desk without scripts.
+func TestLabPageInABrowser(t *testing.T) {
+	t.Parallel()
+	l := theLab(t)
+	b := l.browser(t)
+	for _, with := range []struct {
+		name          string
+		width, height int64
+		scheme        string
+		script        bool
+	}{{"phone", 390, 844, "light", true}, {"desktop", 1280, 900, "dark", false}} {
+		s := l.enroll(t, "seen-"+with.name, func(s *labService) {
+			s.en.Probation.StabilityWindow = duration(12 * time.Second)
+			s.en.Probation.RolloutDeadline = duration(90 * time.Second)
+			s.en.Probation.StartupDeadline = duration(30 * time.Second)
+		})
+		see := func(what string) string { return b.until(90*time.Second, what, !with.script) }
+		picture := func(what string) {
+			if with.script {
+				b.accessible(with.name + ", " + what)
+			}
+			b.shot(with.name + "-" + what)
+		}
+		b.as(with.width, with.height, with.scheme, with.script)
+		b.run(chromedp.Navigate("https://toad.lab/services/" + s.name))
+		see("Nothing was deployed yet.")
+
+		good := s.submit(s.image("VERSION=1"))
+		text := see("Ready without a break")
+		wantParts(t, "the page in probation", text, "of 12 s", "0 of 1 allowed", "Time left", good.Candidate.Digest[7:19])
+		picture("probation")
+		text = see(fmt.Sprintf("Generation %d", good.Generation))
+		wantParts(t, "the page after the promotion", text, good.Candidate.Digest, "Promoted")
+		s.expect(s.await(good.ID, nil), "promoted", "")
+		picture("promoted")
+
+		bad := s.submit(s.image("VERSION=2", "EXIT_AFTER=2s"))
+		text = see("restart_budget")
+		wantParts(t, "the page of the rollback", text, bad.Candidate.Digest[7:19])
+		s.expect(s.await(bad.ID, nil), "rolled_back", "restart_budget")
+		text = see("Rolled back")
+		wantParts(t, "the page after the rollback", text, fmt.Sprintf("Generation %d", good.Generation), good.Candidate.Digest)
+		picture("rolled-back")
+
+		b.run(chromedp.Navigate("https://toad.lab/"))
+		wantParts(t, "the overview", b.text(), s.name, "restart_budget")
+		picture("overview")
+	}
+	b.clean()
+}
+
+// TestLabNoPortAnswersAWorkload looks from inside an enrolled workload, on the network that it shares with Toad,
+// for a port of Toad's or the gateway's that answers a byte: with a valid token, with the gateway's credential,
+// and without.
+func TestLabNoPortAnswersAWorkload(t *testing.T) {
+	l := theLab(t)
+	s := l.enroll(t, "curious")
+	s.promote(s.image("VERSION=1"))
+	var token wireIssued
+	if p := l.mustCall(t, "POST", "/v1/tokens", tokenRequest{Service: s.name, Label: "scan", Verbs: []string{"read"}}, &token); p != nil {
+		t.Fatalf("%+v", p)
+	}
+	secret := l.exec(t, "cat ~/.local/share/toad/run/gateway/secret")
+	inside := func(name, command string) string {
+		t.Helper()
+		return l.root(t, fmt.Sprintf(`nsenter -t "$(setpriv --reuid 1001 --regid 1001 --init-groups env HOME=/home/toad XDG_RUNTIME_DIR=/run/user/1001 podman inspect -f '{{.State.Pid}}' %s)" -n %s`, name, command))
+	}
+
+	// What listens is known from the containers themselves, so that nothing else has to be guessed.
+	var ports []string
+	for _, name := range []string{"toad", "toad-gateway"} {
+		for line := range strings.Lines(inside(name, "ss --listening --numeric --tcp --udp --no-header")) {
+			f := strings.Fields(line)
+			if len(f) > 4 {
+				ports = append(ports, f[4][strings.LastIndexByte(f[4], ':')+1:])
+			}
+		}
+	}
+	slices.Sort(ports)
+	if ports = slices.Compact(ports); !slices.Equal(ports, []string{"8440", "8441"}) {
+		t.Fatalf("Toad and its gateway listen on %v", ports)
+	}
+	addresses := strings.Fields(l.exec(t, `podman inspect -f '{{range .NetworkSettings.Networks}}{{.IPAddress}} {{.Gateway}} {{end}}' toad toad-gateway`))
+	slices.Sort(addresses)
+	if addresses = slices.Compact(addresses); len(addresses) < 4 {
+		t.Fatalf("addresses: %v", addresses)
+	}
+	reached := 0
+	for _, address := range addresses {
+		for _, port := range ports {
+			for _, header := range []string{"X: x", "Authorization: Bearer " + token.Token, "Authorization: Bearer " + secret} {
+				for _, path := range []string{"/", "/index.json", "/v1/services", "/v1/services/" + s.name} {
+					out := inside(s.name, fmt.Sprintf(`sh -c "curl -s -o /dev/null --connect-timeout 1 --max-time 3 -H '%s' -H 'Host: toad.lab' -w '%%{http_code} %%{size_download} %%{size_header} %%{time_connect}' http://%s:%s%s || :"`, header, address, port, path))
+					var code, size, head int
+					var connected float64
+					if _, err := fmt.Sscan(out, &code, &size, &head, &connected); err != nil || code != 0 || size != 0 || head != 0 {
+						t.Errorf("%s:%s%s with %q answers: %s", address, port, path, strings.Fields(header)[0], out)
+					}
+					if connected > 0 {
+						reached++
+					}
+				}
+			}
+		}
+	}
+	if reached == 0 {
+		t.Error("no connection was taken at all: there was nothing to be tested")
+	}
+	// The same request with the same token is answered where it may be.
+	if out := l.exec(t, fmt.Sprintf(`curl -s -o /dev/null -w '%%{http_code}' -H 'Authorization: Bearer %s' http://127.0.0.1:8440/v1/services/%s || :`, token.Token, s.name)); out != "200" {
+		t.Errorf("on the host the token is answered with %s", out)
+	}
+	// Any other port is closed: a whole range, on the network they share.
+	shared := l.exec(t, `podman inspect -f '{{.NetworkSettings.Networks.apps.IPAddress}}' toad`)
+	out := inside(s.name, fmt.Sprintf(`sh -c "curl -s --parallel --parallel-immediate --parallel-max 200 --connect-timeout 2 --max-time 4 -o /dev/null -w '%%{http_code} %%{size_download} %%{remote_port}\n' 'http://%s:[1-65535]/' | grep -v '^000 0 ' || :"`, shared))
+	if out != "" {
+		t.Errorf("ports of Toad's that answer a workload:\n%s", out)
+	}
+}
