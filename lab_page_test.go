@@ -25,7 +25,7 @@ func (l *lab) get(t testing.TB, path string, curl ...string) (status, head, body
 	return status, strings.ToLower(head), body
 }
 
-const labReader = "--user=operator:pond"
+const labReader = "-uoperator:pond"
 
 // TestLabPageThroughCaddy goes the way of a reader: Caddy, the shared socket, the gateway, Toad. It takes Toad
 // away for a while.
@@ -40,9 +40,9 @@ func TestLabPageThroughCaddy(t *testing.T) {
 		{"no credentials", "/", "401", nil},
 		{"no credentials, a service", "/services/shown", "401", nil},
 		{"no credentials, an asset", webNames["page.css"], "401", nil},
-		{"wrong password", "/", "401", []string{"--user=operator:pound"}},
-		{"wrong user", "/", "401", []string{"--user=root:pond"}},
-		{"a bearer token", "/", "401", []string{"--header=Authorization: Bearer pond"}},
+		{"wrong password", "/", "401", []string{"-uoperator:pound"}},
+		{"wrong user", "/", "401", []string{"-uroot:pond"}},
+		{"a bearer token", "/", "401", []string{"-HAuthorization: Bearer pond"}},
 		{"right", "/", "200", []string{labReader}},
 		{"a service", "/services/shown", "200", []string{labReader}},
 		{"as JSON", "/services/shown.json", "200", []string{labReader}},
@@ -50,12 +50,12 @@ func TestLabPageThroughCaddy(t *testing.T) {
 		{"HEAD", "/", "200", []string{labReader, "--head"}},
 		{"nothing there", "/services/nobody", "404", []string{labReader}},
 		{"the API", "/v1/services", "404", []string{labReader}},
-		{"POST", "/", "405", []string{labReader, "--data=x"}},
-		{"POST to the API", "/v1/deployments", "405", []string{labReader, "--data={}"}},
-		{"PUT", "/", "405", []string{labReader, "--request=PUT"}},
-		{"DELETE", "/services/shown", "405", []string{labReader, "--request=DELETE"}},
-		{"OPTIONS", "/", "405", []string{labReader, "--request=OPTIONS"}},
-		{"a body", "/", "400", []string{labReader, "--request=GET", "--data=x"}},
+		{"POST", "/", "405", []string{labReader, "-dx"}},
+		{"POST to the API", "/v1/deployments", "405", []string{labReader, "-d{}"}},
+		{"PUT", "/", "405", []string{labReader, "-XPUT"}},
+		{"DELETE", "/services/shown", "405", []string{labReader, "-XDELETE"}},
+		{"OPTIONS", "/", "405", []string{labReader, "-XOPTIONS"}},
+		{"a body", "/", "400", []string{labReader, "-XGET", "-dx"}},
 	} {
 		status, head, body := l.get(t, tt.path, tt.curl...)
 		if status != tt.status {
@@ -87,7 +87,7 @@ func TestLabPageThroughCaddy(t *testing.T) {
 	}
 
 	// Another name gets nothing of the page, neither of Caddy nor, past it, of the gateway.
-	if status, head, body := l.get(t, "/", labReader, "--header=Host: other.lab"); strings.Contains(body, "Toad") {
+	if status, head, body := l.get(t, "/", labReader, "-HHost: other.lab"); strings.Contains(body, "Toad") {
 		t.Errorf("another name: %s\n%s\n%s", status, head, body)
 	}
 	for host, want := range map[string]string{"other.lab": "421", "localhost": "421", "toad.lab:443": "421", "toad.lab": "200"} {
