@@ -12,7 +12,9 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -22,16 +24,21 @@ type gatewayWorld struct {
 	t        *testing.T
 	front    *httptest.Server
 	upstream *httptest.Server
-	asked    []*http.Request
-	answer   func(w http.ResponseWriter, r *http.Request)
+
+	mu     sync.Mutex // guards what follows
+	asked  []*http.Request
+	answer func(w http.ResponseWriter, r *http.Request)
 }
 
 func newGatewayWorld(t *testing.T) *gatewayWorld {
 	g := &gatewayWorld{t: t}
 	g.upstream = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		g.mu.Lock()
 		g.asked = append(g.asked, r)
-		if g.answer != nil {
-			g.answer(w, r)
+		answer := g.answer
+		g.mu.Unlock()
+		if answer != nil {
+			answer(w, r)
 			return
 		}
 		secure(w.Header())
@@ -44,10 +51,19 @@ func newGatewayWorld(t *testing.T) *gatewayWorld {
 	return g
 }
 
+// requests is what Toad was asked since the last send.
+func (g *gatewayWorld) requests() []*http.Request {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return slices.Clone(g.asked)
+}
+
 // send speaks to the gateway and returns status, header and body.
 func (g *gatewayWorld) send(method, host, path, body string, header ...string) (*http.Response, string) {
 	g.t.Helper()
+	g.mu.Lock()
 	g.asked = nil
+	g.mu.Unlock()
 	r, err := http.NewRequest(method, g.front.URL+path, strings.NewReader(body))
 	must(g.t, err)
 	r.Host = host
@@ -91,8 +107,8 @@ func TestGatewayAnswersOneHostForReading(t *testing.T) {
 		{"GET", host, webNames["page.css"], "", 200, false}, // its own
 	} {
 		res, body := g.send(tt.method, tt.host, tt.path, tt.body)
-		if res.StatusCode != tt.status || (len(g.asked) > 0) != tt.reaches {
-			t.Errorf("%s %s of %s: status %d, asked Toad %d times; want %d, %v", tt.method, tt.path, tt.host, res.StatusCode, len(g.asked), tt.status, tt.reaches)
+		if res.StatusCode != tt.status || (len(g.requests()) > 0) != tt.reaches {
+			t.Errorf("%s %s of %s: status %d, asked Toad %d times; want %d, %v", tt.method, tt.path, tt.host, res.StatusCode, len(g.requests()), tt.status, tt.reaches)
 		}
 		if tt.status == 405 && res.Header.Get("Allow") != "GET, HEAD" {
 			t.Errorf("%s: Allow %q", tt.method, res.Header.Get("Allow"))
@@ -110,10 +126,10 @@ func TestGatewayPassesOnNothingOfTheClient(t *testing.T) {
 	g := newGatewayWorld(t)
 	res, body := g.send("GET", "toad.example.org", "/services/hello?x=1", "", "Authorization", "Basic Y2xpZW50", "Proxy-Authorization", "Basic x", "Cookie", "a=b", "X-Forwarded-For", "203.0.113.1",
 		"Forwarded", "for=x", "Connection", "X-Hop, upgrade", "X-Hop", "1", "Upgrade", "websocket", "Te", "trailers", "X-Anything", "1", "Range", "bytes=0-1", "User-Agent", "x")
-	if res.StatusCode != 200 || body != "the page" || len(g.asked) != 1 {
-		t.Fatalf("%d %q, asked %d times", res.StatusCode, body, len(g.asked))
+	if res.StatusCode != 200 || body != "the page" || len(g.requests()) != 1 {
+		t.Fatalf("%d %q, asked %d times", res.StatusCode, body, len(g.requests()))
 	}
-	r := g.asked[0]
+	r := g.requests()[0]
 	if r.Host != "toad.example.org" || r.URL.String() != "/services/hello" || r.Header.Get("Authorization") != "Bearer s3cret" {
 		t.Errorf("asked %s of %s with %v", r.URL, r.Host, r.Header)
 	}
@@ -149,7 +165,9 @@ func TestGatewayBoundsAnswers(t *testing.T) {
 		{"not found", func(w http.ResponseWriter, r *http.Request) { w.WriteHeader(404) }, 404},
 		{"headers without end", func(w http.ResponseWriter, r *http.Request) { w.Header().Set("X", strings.Repeat("x", 64<<10)) }, 502},
 	} {
+		g.mu.Lock()
 		g.answer = tt.answer
+		g.mu.Unlock()
 		res, body := g.send("GET", "toad.example.org", "/", "")
 		if res.StatusCode != tt.status || res.Header.Get("WWW-Authenticate") != "" || res.Header.Get("Location") != "" {
 			t.Errorf("%s: status %d, %v", tt.name, res.StatusCode, res.Header)
@@ -201,8 +219,8 @@ func TestGatewaySocket(t *testing.T) {
 		res, err := client.Get("http://toad.example.org/")
 		if err == nil {
 			res.Body.Close()
-			if res.StatusCode != 200 || g.asked[0].Header.Get("Authorization") != "Bearer "+secret {
-				t.Errorf("status %d, asked with %v", res.StatusCode, g.asked[0].Header)
+			if res.StatusCode != 200 || g.requests()[0].Header.Get("Authorization") != "Bearer "+secret {
+				t.Errorf("status %d, asked with %v", res.StatusCode, g.requests()[0].Header)
 			}
 			break
 		}

@@ -165,8 +165,9 @@ func TestBrowserFollows(t *testing.T) {
 		wantParts(t, "the promoted page", text, good.Candidate.Digest, fmt.Sprintf("Generation %d", good.Generation))
 
 		bad := deploy("bad", app{readyAfter: time.Second, exitAfter: 1500 * time.Millisecond})
-		text = see("restarted 2 times")
-		wantParts(t, "the page after a rollback", text, "restart_budget", "the budget is 1", fmt.Sprintf("Generation %d", good.Generation), bad.Candidate.Digest[7:19])
+		see("restarted 2 times")
+		text = see("Ended") // of the newest, which is open
+		wantParts(t, "the page after a rollback", text, "Rolled back", "restart_budget", "the budget is 1", fmt.Sprintf("Generation %d", good.Generation), bad.Candidate.Digest[7:19])
 		b.shot(fmt.Sprintf("rolled-back-live-script-%v", script))
 	}
 	b.clean()
