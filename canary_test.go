@@ -102,9 +102,7 @@ func (w *canaryWorld) search() {
 	var doc struct{ Paths map[string]map[string]any }
 	must(w.t, json.Unmarshal(description, &doc))
 	ids := []string{noSuchID}
-	s, err := w.d.service("hello")
-	must(w.t, err)
-	if op := s.op(); op != nil {
+	if op := w.hello().op(); op != nil {
 		ids = append(ids, op.ID)
 		if op.Failure != nil {
 			w.codes[op.Failure.Code] = true
@@ -148,15 +146,20 @@ func (w *canaryWorld) search() {
 // rollOut deploys to hello, and reads everything on the way and at its end.
 func (w *canaryWorld) rollOut(name string, a app) wireOperation {
 	w.t.Helper()
-	s, err := w.d.service("hello")
-	must(w.t, err)
-	op := w.deploy("hello", w.push("hello", name, a), s.rec.Load().Generation, name)
+	op := w.deploy("hello", w.push("hello", name, a), w.hello().rec.Load().Generation, name)
 	for !op.Terminal {
 		w.search()
 		op = w.operation(w.do("GET", "/v1/operations/"+op.ID+"?wait=60&after_state="+op.State, ""))
 	}
 	w.search()
 	return op
+}
+
+func (w *canaryWorld) hello() *service {
+	w.t.Helper()
+	s, err := w.d.service("hello")
+	must(w.t, err)
+	return s
 }
 
 // failing makes each mutation of that name fail with a canary.
@@ -212,8 +215,8 @@ func TestCanariesInFailures(t *testing.T) {
 		},
 		"termination_unconfirmed": func(w *canaryWorld) { w.rollOut("1", app{unkillable: true}); w.rollOut("2", app{}) },
 		"volume_not_covered": func(w *canaryWorld) {
-			fetch := w.d.host.fetch
-			w.d.host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
+			fetch := w.hello().host.fetch
+			w.hello().host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
 				info, err := fetch(ctx, dir, image, limit)
 				info.Volumes = []string{"/var/lib/mine"}
 				return info, err
@@ -237,8 +240,7 @@ func TestCanariesInFailures(t *testing.T) {
 			w.rollOut("2", app{})
 		},
 		"stale_enrollment": func(w *canaryWorld) {
-			s, err := w.d.service("hello")
-			must(w.t, err)
+			s := w.hello()
 			enroll, asked := s.enroll, 0
 			s.enroll = func() (enrolled, error) {
 				if asked++; asked > 1 {
@@ -255,7 +257,7 @@ func TestCanariesInFailures(t *testing.T) {
 			w.await(op.ID, "failed")
 		},
 		"state_unavailable": func(w *canaryWorld) {
-			w.d.host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
+			w.hello().host.fetch = func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
 				return imageInfo{}, fmt.Errorf("%s: %w: %w", canary, errStorage, syscall.ENOSPC)
 			}
 			w.rollOut("1", app{})
