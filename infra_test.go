@@ -192,7 +192,7 @@ const (
 // both applies both services.
 func (s *stack) both() {
 	s.t.Helper()
-	s.write(helloStack+"\n"+fullStack, `flags = { "plain-http" = "registry.example.org:5000" }`)
+	s.write(helloStack+"\n"+fullStack, `flags = { "plain-http" = "registry.example.org:5000" }`, `page_host = "toad.example.org"`)
 	main := s.dir + "/main.tf"
 	must(s.t, os.WriteFile(main, bytes.Replace(readFile(s.t, main), []byte("apps = {} }"), []byte(`apps = {}, back = { options = ["Internal=true"] } }`), 1), 0o600))
 	s.tofu("validate", "-no-color")
@@ -255,6 +255,7 @@ func TestModuleUnitsAreGenerated(t *testing.T) {
 	for name, want := range map[string][]string{
 		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=30s ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ",
 			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage},
+		"toad-gateway.service": {" --network toad ", " --env TOAD_HOST=toad.example.org ", " --pull missing ", stackImage + " gateway\n"},
 		"toad-network.service": {"isolate=strict", " toad\n"},
 		"apps-network.service": {" apps\n"},
 		"back-network.service": {" --internal ", " back\n"},
@@ -303,6 +304,7 @@ func TestModuleRefuses(t *testing.T) {
 	}
 	for name, tt := range map[string]struct{ more, want string }{
 		"network":    {"networks = { toad = {} }", "A network's name"},
+		"page":       {`page_host = "https://toad.example.org"`, "page_host must be"},
 		"flag":       {`flags = { "--listen" = "x" }`, "A flag's name"},
 		"flag value": {`flags = { listen = "a\nPull=always" }`, "A flag's name"},
 	} {
@@ -358,6 +360,11 @@ func TestModuleLeavesActivatedUnitsAlone(t *testing.T) {
 		t.Errorf("what was applied is planned again:\n%s", out)
 	}
 	before := s.files()
+	for path := range before {
+		if strings.Contains(path, "gateway") {
+			t.Errorf("there is a gateway without a page_host: %s", path)
+		}
+	}
 	s.write(strings.Replace(helloStack, "8080", "8081", 1) + "\n" + strings.ReplaceAll(helloStack, "hello", "other"))
 	s.apply()
 	untouched("changing one")
@@ -410,6 +417,6 @@ func TestAcceptanceNamesTests(t *testing.T) {
 		}
 	}
 	if rows != 15 {
-		t.Errorf("%d lines, want 15", rows)
+		t.Errorf("%d lines, the specification has 15", rows)
 	}
 }

@@ -251,7 +251,7 @@ func TestGuideHasStepsOfBoth(t *testing.T) {
 
 // The guide leads from a host that knows nothing of Toad to a deployed service and over an upgrade, as it is
 // written. What the lab cannot have is put in its place: packages come from its disk, the image's compiling
-// stage is the prebuilt one, and the registry has no TLS. Afterwards the module is applied in the middle of a
+// stage is the prebuilt one, the registry has no TLS, and Caddy makes its own certificate. Afterwards the module is applied in the middle of a
 // probation, and takes one enrollment away.
 func TestLabGuide(t *testing.T) {
 	inTurn(t, 2)
@@ -297,8 +297,8 @@ func TestLabGuide(t *testing.T) {
 			_, of, _ := strings.Cut(image, "@")
 			commands = strings.ReplaceAll(commands, digest, of)
 		}
-		commands = strings.NewReplacer("registry.example.org", "registry.lab:5000", "podman build ", "podman build --build-arg BUILD=prebuilt ",
-			"flags    = {}", `flags = { "plain-http" = "registry.lab:5000" }`).Replace(commands)
+		commands = strings.NewReplacer("registry.example.org", "registry.lab:5000", "toad.example.org", "toad.lab", "https:", "--insecure https:",
+			"podman build ", "podman build --build-arg BUILD=prebuilt ", "flags     = {}", `flags = { "plain-http" = "registry.lab:5000" }`).Replace(commands)
 		cmd := l.lab("exec", "--root", "sh", "-euc", commands)
 		if user == "toad" {
 			cmd = l.lab("exec", "--root", "sh", "-euc", "exec "+shell+` sh -euc "$1"`, "sh", commands)
@@ -318,8 +318,13 @@ func TestLabGuide(t *testing.T) {
 		t.Logf("step %s:\n%s", step.number, out)
 		switch step.number {
 		case "2":
+			as("root", "printf '{\n\tlocal_certs\n\tskip_install_trust\n}\n' >/etc/caddy/Caddyfile; echo pond >~/page-password")
 			as("root", "install -o toad -m 0600 /dev/stdin /home/toad/password <<'END'\nsecret\nEND\n")
-		case "11", "13":
+		case "15":
+			if !strings.Contains(out, "hello") {
+				t.Errorf("the page does not show the service:\n%s", out)
+			}
+		case "11", "16":
 			if !strings.Contains(out, "promoted") {
 				t.Errorf("step %s ended otherwise:\n%s", step.number, out)
 			}

@@ -18,7 +18,7 @@ locals {
 
   # A file that cannot be read takes the units of its directory along, so each
   # has one of its own. No service can have the name _infra.
-  own   = [for f in fileset("${path.module}/..", "*.{container,network}") : f]
+  own   = [for f in fileset("${path.module}/..", "*.{container,network}") : f if f != "toad-gateway.container" || var.page_host != null]
   infra = "${local.quadlets}/_infra"
 
   probed = distinct([for _, s in var.services : s.readiness.network])
@@ -27,6 +27,7 @@ locals {
       [for n in sort(local.probed) : "Network=${n}.network"],
       [for name, value in var.flags : "Environment=\"TOAD_${upper(replace(name, "-", "_"))}=${value}\""],
     )
+    "toad-gateway.container" = ["Environment=\"TOAD_HOST=${coalesce(var.page_host, "none")}\""]
   }
 
   declarations = {

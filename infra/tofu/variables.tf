@@ -34,6 +34,17 @@ variable "flags" {
   }
 }
 
+variable "page_host" {
+  description = "The public host name of the read-only page, which the gateway answers to; without one there is no gateway."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.page_host == null || can(regex("^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", var.page_host))
+    error_message = "page_host must be a host name in lower case, without scheme and port."
+  }
+}
+
 variable "networks" {
   description = "The services' networks, by name. options are further lines of the Quadlet's [Network] section."
   type = map(object({
