@@ -171,6 +171,7 @@ type wireEnrollment struct {
 	RestartBudget          int     `json:"restart_budget"`
 	FetchDeadlineSeconds   float64 `json:"fetch_deadline_seconds,omitempty"`
 	StopDeadlineSeconds    float64 `json:"stop_deadline_seconds,omitempty"`
+	Barrier                bool    `json:"barrier"`              // an operation that goes wrong closes the service
 	DiffersFromCurrent     bool    `json:"differs_from_current"` // the next deployment runs under another enrollment than the current revision
 }
 
@@ -778,9 +779,7 @@ func (d *daemon) visible(c caller) []*service {
 	if c.local() {
 		return d.all()
 	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return []*service{d.services[c.service]} // who issued its token began with this
+	return []*service{d.known(c.service)} // who issued its token began with this
 }
 
 // serviceOf finds a service that the caller may know of. To a token every other name is the same.
@@ -975,9 +974,6 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 
 func (d *daemon) getServices(w http.ResponseWriter, r *http.Request) error {
 	c := callerOf(r)
-	if c.local() {
-		d.refresh()
-	}
 	list := wireServices{Services: []wireService{}}
 	for _, s := range d.visible(c) {
 		list.Services = append(list.Services, s.view(c.local()))
@@ -1188,12 +1184,13 @@ func (s *service) view(local bool) wireService {
 	v := wireService{Service: s.name}
 	s.live.Lock()
 	unavailable, h, problems, checked, closing := s.live.unavailable, s.live.health, s.live.problems, s.live.checked, s.live.closing
+	en, enErr, compared := s.live.enrolled, s.live.enrollErr, s.live.compared
 	s.live.Unlock()
+	r := s.rec.Load()
 	v.Health = wireHealth{State: h.state, Ready: h.ready, Digest: h.digest, MatchesCurrent: h.current}
 	if !h.observedAt.IsZero() {
 		v.Health.ObservedAt = wireTimeOf(&h.observedAt)
 	}
-	en, enErr := s.enroll()
 	if enErr != nil {
 		if local {
 			v.Enrollment.Problem = enErr.Error()
@@ -1204,9 +1201,9 @@ func (s *service) view(local bool) wireService {
 			ReadinessPath: q.Path, IntervalSeconds: seconds(time.Duration(q.Interval)), TimeoutSeconds: seconds(time.Duration(q.Timeout)),
 			RolloutDeadlineSeconds: seconds(time.Duration(p.RolloutDeadline)), StartupDeadlineSeconds: seconds(time.Duration(p.StartupDeadline)),
 			StabilityWindowSeconds: seconds(time.Duration(p.StabilityWindow)), RestartBudget: p.RestartBudget,
-			FetchDeadlineSeconds: seconds(time.Duration(en.FetchDeadline)), StopDeadlineSeconds: seconds(time.Duration(en.StopDeadline)), DiffersFromCurrent: s.differs(en)}
+			FetchDeadlineSeconds: seconds(time.Duration(en.FetchDeadline)), StopDeadlineSeconds: seconds(time.Duration(en.StopDeadline)), Barrier: en.Barrier,
+			DiffersFromCurrent: r != nil && r.Current != nil && compared.generation == r.Current.Generation && compared.hash == en.Hash && compared.differs}
 	}
-	r := s.rec.Load()
 	if unavailable != nil || r == nil {
 		if local && unavailable != nil {
 			v.Problem = unavailable.Error()

@@ -146,7 +146,7 @@ func (w *apiWorld) state() string {
 			}
 			text, err := os.ReadFile(path)
 			switch r := (&record{}); filepath.Base(path) {
-			case "events.jsonl", "service.json.prev":
+			case "events.jsonl", "service.json.prev", "events.head.json", "events.head.json.prev":
 				return err
 			case "service.json": // less what the event of a refusal changes
 				must(w.t, readRecord(path, r))
@@ -422,6 +422,7 @@ func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
 	inAPI(t, func(t *testing.T, w *apiWorld) {
 		differs := func(want bool) {
 			t.Helper()
+			w.d.refresh()
 			var s wireService
 			must(t, json.Unmarshal([]byte(w.do("GET", "/v1/services/hello", "").body), &s))
 			if s.Enrollment.DiffersFromCurrent != want {
@@ -462,6 +463,52 @@ func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
 		if got := readFile(t, s.unitPath("hello.container")); !strings.Contains(string(got), "Environment=NEW=1") {
 			t.Errorf("the deployment did not take the template up:\n%s", got)
 		}
+	})
+}
+
+// TestReadsTouchNoDisk reads all that is live again while no file of the records and the enrollments is there.
+func TestReadsTouchNoDisk(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		time.Sleep(time.Minute) // what follows from the promotion is done
+		op := w.deploy("hello", w.push("hello", "2", app{readyAfter: time.Second}), 1, "k2")
+		w.await(op.ID, "probation")
+		ended := w.deploy("other", w.push("other", "1", app{exitAfter: time.Second}), 0, "k3")
+		w.await(ended.ID, "failed")
+		w.d.refresh()
+		synctest.Wait()
+		page := w.d.webHandler()
+		read := func() map[string]string {
+			all := map[string]string{}
+			for _, path := range []string{"/v1/services", "/v1/services/hello", "/v1/services/other", "/v1/services/broken", "/v1/operations/" + op.ID,
+				"/v1/operations/" + op.ID + "/log", "/v1/operations/" + ended.ID, "/v1/operations/" + ended.ID + "/log", "/v1/health", "/metrics", "/v1/version"} {
+				a := w.do("GET", path, "")
+				if all[path] = a.body; a.status != 200 {
+					t.Errorf("%s: %d %s", path, a.status, a.body)
+				}
+			}
+			for _, path := range []string{"/", "/index.json", "/services/hello", "/services/hello.json"} {
+				rec := httptest.NewRecorder()
+				page.ServeHTTP(rec, httptest.NewRequest("GET", path, nil))
+				if all[path] = rec.Body.String(); rec.Code != 200 {
+					t.Errorf("%s: %d", path, rec.Code)
+				}
+			}
+			return all
+		}
+		before := read()
+		for _, dir := range []string{w.dir, w.enrollment, w.h.quadlets} {
+			must(t, os.Rename(dir, dir+".away"))
+		}
+		for path, now := range read() {
+			if now != before[path] {
+				t.Errorf("%s without the files:\n%s\nwith them:\n%s", path, now, before[path])
+			}
+		}
+		for _, dir := range []string{w.dir, w.enrollment, w.h.quadlets} {
+			must(t, os.Rename(dir+".away", dir))
+		}
+		w.await(op.ID, "promoted")
 	})
 }
 

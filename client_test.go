@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -27,6 +28,8 @@ import (
 
 // TestMain lets the test binary run as the command `toad` in testdata/cli.
 func TestMain(m *testing.M) {
+	_, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM) // the process's signal loop must not begin in a bubble
+	stop()
 	testscript.Main(m, map[string]func(){"toad": hookedMain, "toad-powercut": guestMain})
 }
 

@@ -63,7 +63,7 @@ func (s *service) dryRun(ctx context.Context, sub submission, local bool) (wireD
 	if err := s.usable(); err != nil {
 		return wireDryRun{}, err
 	}
-	en, enErr := s.enroll()
+	en, enErr := s.enrollment()
 	r := s.rec.Load()
 	d := wireDryRun{Service: s.name, Accepted: true, Generation: r.NextGeneration, Candidate: wireCandidate{sub.image, digestOf(sub.image)}, UnitChanges: []wireChange{}}
 	judge := func(name string, err error) {

@@ -596,8 +596,8 @@ func (s *enrollments) get(service string) (enrolled, error) {
 	return e, e.Err
 }
 
-// all returns the enrollments in force of every file there is and of every service with a revision.
-func (s *enrollments) all() map[string]enrolled {
+// all returns the enrollments in force of every file there is, and of the services that are known.
+func (s *enrollments) all(known ...string) map[string]enrolled {
 	opts := s.opts()
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -606,13 +606,8 @@ func (s *enrollments) all() map[string]enrolled {
 	for name := range s.read {
 		all[name] = s.judge(name, newest)
 	}
-	for name := range opts.claims {
+	for _, name := range known {
 		all[name] = s.judge(name, newest)
-	}
-	for _, name := range slices.Collect(maps.Keys(s.force)) {
-		if e := s.judge(name, newest); e.Err == nil {
-			all[name] = e
-		}
 	}
 	return all
 }

@@ -729,7 +729,7 @@ func TestInForce(t *testing.T) {
 			}
 			must(t, s.all()["hello"].Err)
 			must(t, os.Remove(filepath.Join(dir, "hello.json")))
-			s.all()
+			s.all("hello")
 			time.Sleep(moment)
 			if all := s.all(); len(all) != 1 {
 				t.Errorf("all: %v", all)
@@ -737,14 +737,11 @@ func TestInForce(t *testing.T) {
 			if _, err := s.get("hello"); !errors.Is(err, errNotFound) || !strings.Contains(err.Error(), "enrollment file is gone") {
 				t.Error(err)
 			}
-			unclaimed := s.opts
-			s.opts = claimed("hello", "hello.container", "hello")
-			if e, ok := s.all()["hello"]; !ok || !errors.Is(e.Err, errNotFound) {
-				t.Errorf("a service with a revision is forgotten: %v", e.Err)
+			if e, ok := s.all("hello")["hello"]; !ok || !errors.Is(e.Err, errNotFound) {
+				t.Errorf("a service that is known is forgotten: %v", e.Err)
 			}
-			s.opts = unclaimed
 			if _, ok := s.all()["hello"]; ok {
-				t.Error("it is still there after it was retired")
+				t.Error("one that nobody knows is still there")
 			}
 		})
 	})

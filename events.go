@@ -154,11 +154,13 @@ type eventHead struct {
 }
 
 // eventEnd is the last event that the record names.
-func (r *record) eventEnd() eventHead {
-	if n := len(r.Events); n > 0 {
-		return eventHead{r.Events[n-1].Cursor, r.Events[n-1].Hash}
+func (r *record) eventEnd() eventHead { return endOf(r.EventHead, r.Events) }
+
+func endOf(head eventHead, events []event) eventHead {
+	if n := len(events); n > 0 {
+		return eventHead{events[n-1].Cursor, events[n-1].Hash}
 	}
-	return r.EventHead
+	return head
 }
 
 // seal sets the event's place in the chain after head, and returns the new head.
@@ -192,26 +194,34 @@ const keptEvents = 64
 // log whose end is not what the record says is refused.
 func (d *dataDir) openEvents(r *record) (*eventLog, error) {
 	l, err := readEnd(d.serviceFile(r.Service, "events.jsonl"))
+	if err == nil {
+		err = l.inStep(r.EventHead, r.Events, "service.json")
+	}
 	if err != nil {
 		return nil, err
 	}
-	known := l.head == r.EventHead
-	for _, e := range r.Events {
+	return l, nil
+}
+
+// inStep appends what the log lacks of the events that a record names, which follow head.
+func (l *eventLog) inStep(head eventHead, events []event, record string) error {
+	known := l.head == head
+	for _, e := range events {
 		known = known || l.head == eventHead{e.Cursor, e.Hash}
 	}
 	if !known {
-		return nil, fmt.Errorf("reading %s: %w: it ends at cursor %d, which is not what service.json says", l.path, errCorrupt, l.head.Cursor)
+		return fmt.Errorf("reading %s: %w: it ends at cursor %d, which is not what %s says", l.path, errCorrupt, l.head.Cursor, record)
 	}
 	var missing []event
-	for _, e := range r.Events {
+	for _, e := range events {
 		if e.Cursor > l.head.Cursor {
 			missing = append(missing, e)
 		}
 	}
 	if len(missing) == 0 && l.size > 0 {
-		return l, syncFile(l.path) // what was read counts only once it is durable
+		return syncFile(l.path) // what was read counts only once it is durable
 	}
-	return l, l.append(missing)
+	return l.append(missing)
 }
 
 // readEnd finds the last whole line. Size is where it ends, so that a torn one is cut by the next append.
@@ -350,28 +360,68 @@ func seekEvent(f io.ReaderAt, size, after int64) (int64, error) {
 	return low, nil
 }
 
-// ownLog is Toad's own event log. It has no record beside it: what it is told is durable when it returns.
+// ownLog is Toad's own event log. What it is told is durable when it returns.
 type ownLog struct {
-	path  string
-	tally tally
+	path, headPath string
+	tally          tally
 
-	mu  sync.Mutex // one writer at a time
-	log *eventLog  // nil until it was read
+	mu     sync.Mutex // one writer at a time
+	log    *eventLog  // nil until it was read, and after a write that failed
+	old    *eventLog  // the one before, of which some may wait for more
+	unsure *ownAttempt
 }
 
-// open reads the log's end once.
-func (o *ownLog) open() (l *eventLog, err error) {
+// ownRecord is events.head.json: how Toad's own event log ends, as service.json says it of a service's.
+type ownRecord struct {
+	Version   int       `json:"version"`
+	EventHead eventHead `json:"event_head"` // the log's head before the events below
+	Events    []event   `json:"events"`     // what was told last
+	SHA256    string    `json:"sha256"`
+}
+
+// ownAttempt is a write of which the disk alone knows what became.
+type ownAttempt struct {
+	end    eventHead
+	settle func(done bool) // of what it took from the tally
+}
+
+// read reads the log's end, and brings it in step with what its record says.
+func (o *ownLog) read() error {
+	l, err := readEnd(o.path)
+	if err != nil {
+		return err
+	}
+	r := &ownRecord{}
+	switch err := readRecord(o.headPath, r); {
+	case errors.Is(err, fs.ErrNotExist): // of a Toad that kept none: the next event makes it
+		r.EventHead = l.head
+	case err != nil:
+		return err
+	}
+	if err := l.inStep(r.EventHead, r.Events, filepath.Base(o.headPath)); err != nil {
+		return err
+	}
+	if a := o.unsure; a != nil {
+		a.settle(l.head == a.end)
+		o.unsure = nil
+	}
+	if o.log = l; o.old != nil {
+		o.old.wake() // who waits for more of it goes on with the new one
+		o.old = nil
+	}
+	return nil
+}
+
+// open reads the log unless it is known.
+func (o *ownLog) open() (*eventLog, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.log == nil {
-		if o.log, err = readEnd(o.path); err == nil && o.log.size > 0 {
-			err = syncFile(o.path)
-		}
-		if err != nil {
-			o.log = nil
+		if err := o.read(); err != nil {
+			return nil, err
 		}
 	}
-	return o.log, err
+	return o.log, nil
 }
 
 // write appends events, and with them those that were counted and are due.
@@ -384,14 +434,25 @@ func (o *ownLog) write(events ...event) error {
 	defer o.mu.Unlock()
 	due, settle := o.tally.take(nil)
 	events = append(events, due...)
+	if len(events) == 0 {
+		return nil
+	}
+	r := &ownRecord{Version: recordVersion, EventHead: l.head, Events: events}
 	head := l.head
 	for i := range events {
 		events[i].At = time.Now().UTC().Truncate(time.Millisecond)
 		head = events[i].seal(head)
 	}
-	err = l.append(events)
-	settle(err == nil) // a line that was written and not synced is cut by the next append
-	return err
+	if err := writeRecord(o.headPath, r); err != nil {
+		o.unsure, o.log, o.old = &ownAttempt{head, settle}, nil, l
+		return err
+	}
+	settle(true) // the log lacks them at most until it is read again
+	if err := l.append(events); err != nil {
+		o.log, o.old = nil, l
+		return err
+	}
+	return nil
 }
 
 // floods tells that events of a type may come in floods.

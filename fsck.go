@@ -51,9 +51,8 @@ func (d *dataDir) fsck(lock func(service string) (unlock func())) []finding {
 	if err := d.readID(); err != nil {
 		all = append(all, finding{File: "id", Problem: err.Error()})
 	}
-	own := filepath.Join(d.path, "events.jsonl")
-	if _, err := verifyEvents(own); err != nil {
-		all = append(all, finding{File: "events.jsonl", Problem: err.Error()})
+	if c := d.audit("", lock); c.Problem != "" {
+		all = append(all, finding{File: c.File, Problem: c.Problem})
 	}
 	entries, err := os.ReadDir(filepath.Join(d.path, "services"))
 	if err != nil {
@@ -815,6 +814,13 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		if err := readRecord(b.serviceFile(name, "service.json"), from); err != nil {
 			return done, fmt.Errorf("restoring %s: the backup's record: %w", name, err)
 		}
+		// Tokens first: a log out of the backup does not know what was revoked since, and vouches for none.
+		if err := makeDir(d.serviceFile(name)); err != nil {
+			return done, err
+		}
+		if _, err := d.restoreTokensOf(b, name, now); err != nil {
+			return done, err
+		}
 		// What is immutable is added where it is missing; a log that goes on is never cut.
 		err := filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
 			if err != nil || e.IsDir() {
@@ -835,9 +841,6 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		})
 		if err != nil {
 			return done, fmt.Errorf("restoring %s: %w", name, err)
-		}
-		if _, err := d.restoreTokensOf(b, name, now); err != nil {
-			return done, err
 		}
 		list, err := running(name)
 		if err != nil {
@@ -871,11 +874,13 @@ func runningAs(ctx context.Context, c containers, service string) ([]container, 
 	return c.Containers(ctx, service, service+".service", service)
 }
 
-// lockService keeps a service's record as it is while it is read.
+// lockService keeps a service's record as it is while it is read, or that of Toad's own events for "".
 func (d *daemon) lockService(name string) (unlock func()) {
-	d.mu.Lock()
-	s := d.services[name]
-	d.mu.Unlock()
+	if name == "" {
+		d.data.own.mu.Lock()
+		return d.data.own.mu.Unlock
+	}
+	s := d.known(name)
 	if s == nil {
 		return func() {}
 	}
@@ -1100,19 +1105,25 @@ type wireChain struct {
 	Problem string `json:"problem,omitempty"`
 }
 
-// audit follows the chain of a service's events to the head that its record names, or of Toad's own for "".
-// lock keeps record and log in step while both are looked at; the lines are read after it, up to where the
-// log then ended, so that a long one holds up nobody.
+// audit follows the chain of a service's events, or of Toad's own for "", to the head that the record beside
+// it names. lock keeps record and log in step while both are looked at; the lines are read after it, up to
+// where the log then ended, so that a long one holds up nobody.
 func (d *dataDir) audit(service string, lock func(service string) (unlock func())) wireChain {
-	path := filepath.Join(d.path, "events.jsonl")
+	path, by := d.own.path, d.own.headPath
 	if service != "" {
-		path = d.serviceFile(service, "events.jsonl")
+		path, by = d.serviceFile(service, "events.jsonl"), d.serviceFile(service, "service.json")
 	}
 	unlock := lock(service)
-	r := &record{}
+	var end eventHead
 	var err error
-	if service != "" {
-		err = readRecord(d.serviceFile(service, "service.json"), r)
+	if service == "" {
+		r := &ownRecord{}
+		err = readRecord(by, r)
+		end = endOf(r.EventHead, r.Events)
+	} else {
+		r := &record{}
+		err = readRecord(by, r)
+		end = r.eventEnd()
 	}
 	size := int64(0)
 	if st, serr := os.Stat(path); serr == nil {
@@ -1125,16 +1136,17 @@ func (d *dataDir) audit(service string, lock func(service string) (unlock func()
 	head, verr := verifyEventsTo(path, size)
 	c.Events, c.Hash = head.Cursor, head.Hash
 	var bad *brokenChain
-	switch end := r.eventEnd(); {
+	switch {
 	case errors.As(verr, &bad):
 		c.Line, c.Problem = bad.line, bad.Error()
 	case verr != nil:
 		c.Problem = verr.Error()
-	case service == "" || head == end && (err == nil || errors.Is(err, fs.ErrNotExist)):
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
-		c.Problem = "every line follows, but which is the last cannot be told: service.json cannot be read"
+		c.Problem = fmt.Sprintf("every line follows, but which is the last cannot be told: %s cannot be read", filepath.Base(by))
+	case service == "" && err != nil: // written by a Toad that kept no such record
+	case head == end:
 	default:
-		bad = endsElsewhere(head, end, "service.json")
+		bad = endsElsewhere(head, end, filepath.Base(by))
 		c.Line, c.Problem = bad.line, bad.Error()
 	}
 	return c
@@ -1157,19 +1169,7 @@ func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
 		add(d.data.audit(s.name, d.lockService))
 		return writeJSON(w, http.StatusOK, a)
 	}
-	own := int64(0) // what was written before the lines are read must be there
-	if l, err := d.data.own.open(); err == nil {
-		_, own, _, _ = l.since(0, 0)
-	}
-	c := d.data.audit("", func(string) func() {
-		d.data.own.mu.Lock()
-		return d.data.own.mu.Unlock
-	})
-	if c.Problem == "" && c.Events < own {
-		bad := endsElsewhere(eventHead{Cursor: c.Events}, eventHead{Cursor: own}, "the running Toad")
-		c.Line, c.Problem = bad.line, bad.Error()
-	}
-	add(c)
+	add(d.data.audit("", d.lockService))
 	for _, s := range d.all() {
 		add(d.data.audit(s.name, d.lockService))
 	}

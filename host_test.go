@@ -2,7 +2,6 @@ package main
 
 import (
 	"archive/tar"
-	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -1006,7 +1005,6 @@ func (h *fakeHost) host() *host {
 
 var _ units = (*fakeHost)(nil)
 var _ containers = (*fakeHost)(nil)
-var _ = bytes.NewReader
 
 func must(t testing.TB, err error) {
 	t.Helper()

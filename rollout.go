@@ -368,7 +368,7 @@ func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, 
 	rev, err := s.data.revision(s.name, op.Candidate.Generation)
 	if err != nil || rev.Operation != op.ID {
 		// Nothing was begun: the enrollment must be the one the request was accepted under.
-		en, err := s.enroll()
+		en, err := s.enrollment()
 		if err != nil || en.Hash != op.Enrollment {
 			return nil, info, failed("stale_enrollment", err)
 		}
@@ -413,7 +413,7 @@ func (s *service) prepareWithin(ctx context.Context, op *operation) (*revision, 
 	if err := s.foreign(ctx, rev); err != nil { // a fetch takes long: look again
 		return nil, info, err
 	}
-	if _, err := s.enroll(); err != nil {
+	if _, err := s.enrollment(); err != nil {
 		return nil, info, failed("stale_enrollment", err)
 	}
 	if err := ctx.Err(); err != nil {

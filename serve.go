@@ -32,7 +32,8 @@ type daemon struct {
 	ctx context.Context // of every service's run
 	wg  sync.WaitGroup  // the runs
 
-	mu       sync.Mutex // guards services
+	adding   sync.Mutex // held while a new service's records are read first
+	mu       sync.Mutex // guards services; never held across a reading of the disk
 	services map[string]*service
 
 	tokens tokenIndex
@@ -55,10 +56,7 @@ func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
 		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
 			look()
-			d.mu.Lock()
-			s := d.services[name]
-			d.mu.Unlock()
-			if s != nil {
+			if s := d.known(name); s != nil {
 				return s, nil
 			}
 		}
@@ -66,30 +64,64 @@ func (d *daemon) service(name string) (*service, error) {
 	return nil, refuse("not_found", "there is no such service")
 }
 
-// refresh takes up services that were enrolled since. One that has state is never forgotten.
-func (d *daemon) refresh() {
-	for name := range d.enrollments.all() {
-		d.add(name)
+func (d *daemon) known(name string) *service {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.services[name]
+}
+
+// lookInterval is how far what is told of an enrollment may be behind its files. An admission reads them anew.
+const lookInterval = 250 * time.Millisecond
+
+// lookUntil looks at the enrollments until ctx ends, so that nobody who only reads waits for a disk.
+func (d *daemon) lookUntil(ctx context.Context) {
+	tick := time.NewTicker(lookInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			d.refresh()
+		}
 	}
 }
 
-// add starts a service unless it is there. It begins by reading its records.
-func (d *daemon) add(name string) {
-	if !serviceID.MatchString(name) {
-		return
+// refresh takes up services that were enrolled since, and tells each what its enrollment is. One that has
+// state is never forgotten.
+func (d *daemon) refresh() {
+	var known []string
+	for _, s := range d.all() {
+		known = append(known, s.name)
 	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.services[name] != nil || d.ctx.Err() != nil {
-		return
+	for name, en := range d.enrollments.all(known...) {
+		if s := d.add(name); s != nil {
+			s.enrolledAs(en, en.Err)
+		}
+	}
+}
+
+// add starts a service unless it is there, and returns it; nil for what is no service's name. It begins by
+// reading its records.
+func (d *daemon) add(name string) *service {
+	if !serviceID.MatchString(name) {
+		return nil
+	}
+	d.adding.Lock()
+	defer d.adding.Unlock()
+	if s := d.known(name); s != nil || d.ctx.Err() != nil {
+		return s
 	}
 	s := newService(name, d.data, d.host, func() (enrolled, error) { return d.enrollments.get(name) }, d.log)
 	s.index = &d.tokens
-	d.services[name] = s
 	if err := s.open(); err != nil { // at once, so that a new service is usable when it is first seen; run says what is wrong
 		s.setUnavailable(err)
 	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.services[name] = s
 	d.wg.Go(func() { s.run(d.ctx) })
+	return s
 }
 
 // claims are the unit and container names of services that have a revision: nobody else may enroll them.
@@ -217,6 +249,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 
 	d.wg.Go(func() { data.own.tally.run(rctx, func() error { return data.own.write() }) })
 	go d.saveUsesUntil(rctx)
+	go d.lookUntil(rctx)
 	go func() {
 		for own.ask(rctx) != nil && rctx.Err() == nil { // a Podman that does not answer holds up nothing
 			time.Sleep(time.Second)

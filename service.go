@@ -101,13 +101,15 @@ type live struct {
 	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
 	checked     bool            // both were looked at
 	log         *operationLog   // of the operation under way or last ended
-	claimed     claim           // what the revision of this generation runs as
+	claimed     claim           // what the revision of the generation claimedBy runs as
 	recent      []pastOperation // the operations before it, newest first
 	unit        lookedUnit      // as last looked at, by whoever looked
 	container   lookedContainer
 	claimedBy   int64
 	outcomes    map[state]int // operations that ended since Toad's start
-	compared    comparison
+	enrolled    enrolled      // the enrollment as last read
+	enrollErr   error         // why there is none
+	compared    comparison    // of it
 }
 
 // health is runtime health, apart from any outcome.
@@ -124,6 +126,7 @@ func newService(name string, data *dataDir, h *host, enroll func() (enrolled, er
 	s.live.changed = make(chan struct{})
 	s.live.outcomes = map[state]int{}
 	s.live.unavailable = errors.New("not read yet")
+	s.live.enrollErr = errors.New("not read yet")
 	s.live.health.state = "unknown"
 	own := *h
 	own.units, own.containers = looking{h.units, h.containers, s}, looking{h.units, h.containers, s}
@@ -547,44 +550,58 @@ func (s *service) claim() (claim, bool) {
 	if r == nil || r.Current == nil {
 		return claim{}, false
 	}
+	g := r.Current.Generation
 	s.live.Lock()
-	defer s.live.Unlock()
-	if g := r.Current.Generation; s.live.claimedBy != g {
-		rev, err := s.data.revision(s.name, g)
-		if err != nil {
-			return claim{}, false
-		}
-		s.live.claimed, s.live.claimedBy = claim{unit: rev.Enrollment.Unit, container: rev.Container}, g
+	c, by := s.live.claimed, s.live.claimedBy
+	s.live.Unlock()
+	if by == g {
+		return c, true
 	}
-	return s.live.claimed, true
+	rev, err := s.data.revision(s.name, g)
+	if err != nil {
+		return claim{}, false
+	}
+	c = claim{unit: rev.Enrollment.Unit, container: rev.Container}
+	s.live.Lock()
+	s.live.claimed, s.live.claimedBy = c, g
+	s.live.Unlock()
+	return c, true
 }
 
-// comparison is whether an enrollment is another than the one that a revision was accepted under.
+// comparison is whether an enrollment is another than the one that a revision was accepted under: it takes
+// effect with the next deployment.
 type comparison struct {
 	generation int64
 	hash       string // of the enrollment
 	differs    bool
 }
 
-// differs tells that the enrollment in force is not the current revision's: it takes effect with the next
-// deployment. The disk is read once for each of both.
-func (s *service) differs(en enrolled) bool {
-	r := s.rec.Load()
-	if r == nil || r.Current == nil {
-		return false
-	}
+// enrollment reads the enrollment in force anew.
+func (s *service) enrollment() (enrolled, error) {
+	en, err := s.enroll()
+	s.enrolledAs(en, err)
+	return en, err
+}
+
+// enrolledAs keeps an enrollment for whoever reads from memory. The current revision is read from the disk
+// once for each pair of both.
+func (s *service) enrolledAs(en enrolled, err error) {
 	s.live.Lock()
-	defer s.live.Unlock()
-	if c := s.live.compared; c.generation == r.Current.Generation && c.hash == en.Hash {
-		return c.differs
+	s.live.enrolled, s.live.enrollErr = en, err
+	c := s.live.compared
+	s.live.Unlock()
+	r := s.rec.Load()
+	if err != nil || r == nil || r.Current == nil || c.generation == r.Current.Generation && c.hash == en.Hash {
+		return
 	}
 	rev, err := s.data.revision(s.name, r.Current.Generation)
 	if err != nil {
-		return false // fsck says it
+		return // fsck says it
 	}
 	unit := renderUnit(en, unitIdentity{DataID: s.data.id, Service: s.name, Generation: rev.Generation, Operation: rev.Operation, Image: rev.Image})
+	s.live.Lock()
 	s.live.compared = comparison{rev.Generation, en.Hash, rev.Enrollment != en.enrollment || !bytes.Equal(unit, rev.unit)}
-	return s.live.compared.differs
+	s.live.Unlock()
 }
 
 func (s *service) images() string { return s.data.serviceFile(s.name, "images") }
@@ -608,7 +625,7 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		return nil, false, err
 	}
 	// The enrollment is read before the lock: a slow disk there holds up nobody's commit.
-	en, enErr := s.enroll()
+	en, enErr := s.enrollment()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rec.Load()

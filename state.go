@@ -604,7 +604,7 @@ type dataDir struct {
 // lockData takes both locks: whoever has them alone may read and write the directory. Nothing is read
 // before they are held.
 func lockData(path, quadlets string) (*dataDir, error) {
-	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), tally: newTally()}}
+	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), headPath: filepath.Join(path, "events.head.json"), tally: newTally()}}
 	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)

@@ -99,6 +99,8 @@ func TestGoldenRecords(t *testing.T) {
 					key, err := filepath.Rel(w.data.serviceFile("hello"), w.data.keyPath("hello", op.Key))
 					must(t, err)
 					take("key.json", key)
+					must(t, w.data.ownEvent("start", "v1.0.0"))
+					take("events.head.json", "../../events.head.json")
 				}
 			})
 		}
@@ -123,6 +125,8 @@ func TestGoldenRecords(t *testing.T) {
 			v = &keyFile{}
 		case name == "tokens":
 			v = &tokenFile{}
+		case name == "events.head":
+			v = &ownRecord{}
 		}
 		if err := decodeRecord(b, v); err != nil {
 			t.Errorf("%s: %v", path, err)

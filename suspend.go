@@ -106,7 +106,7 @@ func (s *service) reconcile(id, actor string) (changed bool, err error) {
 
 // retire ends a service whose enrollment is gone.
 func (s *service) retire(generation int64, actor string) (changed bool, err error) {
-	_, enErr := s.enroll()
+	_, enErr := s.enrollment()
 	return s.ask(event{Type: "retire", Actor: actor, Detail: "begun"}, func(r *record) error {
 		switch {
 		case r.Retired != nil:

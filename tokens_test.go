@@ -594,6 +594,23 @@ func TestDamagedTokens(t *testing.T) {
 		_, err = w.data.restoreNamed("services/hello/tokens.json", w.runningNow, w.s.now())
 		must(t, err)
 		check("with a log that was begun anew", false)
+
+		empty := filepath.Join(t.TempDir(), "data")
+		must(t, os.Mkdir(empty, 0o700))
+		data, err := lockData(empty, t.TempDir())
+		must(t, err)
+		defer data.close()
+		_, err = data.restoreBackup(bytes.NewReader(backup.Bytes()), w.runningNow, time.Now().UTC())
+		must(t, err)
+		f, err := data.tokens("hello", "tokens.json")
+		if must(t, err); len(f.Tokens) != 2 {
+			t.Errorf("%d tokens came back", len(f.Tokens))
+		}
+		for _, k := range f.Tokens {
+			if k.RevokedAt == nil {
+				t.Errorf("onto an empty directory %s is valid", k.Label)
+			}
+		}
 	})
 }
 

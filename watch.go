@@ -333,7 +333,7 @@ func (s *service) runtimeHealth(ctx context.Context, rev *revision, ref referenc
 
 // withoutRevision says what is there of a service that has none.
 func (s *service) withoutRevision(ctx context.Context) string {
-	en, err := s.enroll()
+	en, err := s.enrollment()
 	if err != nil {
 		return "stopped"
 	}

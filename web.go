@@ -612,7 +612,6 @@ func (d *daemon) webHandler() http.Handler {
 			}
 		} else if r.URL.Path == "/" || r.URL.Path == "/index.json" {
 			view = "overview"
-			d.refresh()
 			for _, s := range d.all() {
 				page.Services = append(page.Services, s.web(false))
 			}
