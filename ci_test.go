@@ -73,6 +73,13 @@ func (s *ciServer) heal() {
 	s.serve(l)
 }
 
+// on sets what takes over the requests from now on.
+func (s *ciServer) on(intercept func(w http.ResponseWriter, r *http.Request) bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.intercept = intercept
+}
+
 func (s *ciServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range lines {
@@ -80,7 +87,10 @@ func (s *ciServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			s.t.Errorf("the token is in the arguments of a process: %q", b)
 		}
 	}
-	if s.intercept == nil || !s.intercept(w, r) {
+	s.mu.Lock()
+	intercept := s.intercept
+	s.mu.Unlock()
+	if intercept == nil || !intercept(w, r) {
 		s.answer(w, r)
 	}
 }
@@ -302,7 +312,7 @@ func TestCIStepLosesTheNetwork(t *testing.T) {
 	inEachShell(t, func(t *testing.T, shell []string) {
 		s := newCIServer(t, ciEnd("promoted"))
 		posts, looks := 0, 0
-		s.intercept = func(w http.ResponseWriter, r *http.Request) bool {
+		s.on(func(w http.ResponseWriter, r *http.Request) bool {
 			switch {
 			case r.Method == http.MethodPost:
 				if posts++; posts == 1 {
@@ -317,7 +327,7 @@ func TestCIStepLosesTheNetwork(t *testing.T) {
 				}
 			}
 			return false
-		}
+		})
 		s.run(shell, 0, "no answer yet (status 000), trying again")
 		if s.accepted != 1 || posts != 2 || looks < 2 {
 			t.Errorf("%d deployments of %d requests, %d looks", s.accepted, posts, looks)
@@ -332,7 +342,7 @@ func TestCIStepWaitsForAServerThatIsNotReady(t *testing.T) {
 	inEachShell(t, func(t *testing.T, shell []string) {
 		s := newCIServer(t, ciEnd("promoted"))
 		asked := 0
-		s.intercept = func(w http.ResponseWriter, r *http.Request) bool {
+		s.on(func(w http.ResponseWriter, r *http.Request) bool {
 			if r.Method != http.MethodPost {
 				return false
 			}
@@ -341,7 +351,7 @@ func TestCIStepWaitsForAServerThatIsNotReady(t *testing.T) {
 			}
 			refuseWith(w, refuse("shutting_down", "toad is shutting down; try again"))
 			return true
-		}
+		})
 		s.run(shell, 0, "no answer yet (status 503), trying again")
 	})
 }
@@ -350,7 +360,7 @@ func TestCIStepTokenRevokedMeanwhile(t *testing.T) { // E10
 	inEachShell(t, func(t *testing.T, shell []string) {
 		s := newCIServer(t, ciEnd("promoted"))
 		looks := 0
-		s.intercept = func(w http.ResponseWriter, r *http.Request) bool {
+		s.on(func(w http.ResponseWriter, r *http.Request) bool {
 			if strings.HasPrefix(r.URL.Path, "/v1/operations/") {
 				looks++
 				s.mu.Lock()
@@ -358,7 +368,7 @@ func TestCIStepTokenRevokedMeanwhile(t *testing.T) { // E10
 				s.mu.Unlock()
 			}
 			return false
-		}
+		})
 		s.run(shell, 8, "the token is not valid: it was revoked or has expired; operation "+cliID+" goes on without us")
 	})
 }
@@ -370,7 +380,7 @@ func TestCIStepKilledAndRunAgain(t *testing.T) {
 		for _, when := range []string{"under way", "ended"} {
 			s := newCIServer(t, ciEnd("promoted"))
 			reached, killed := make(chan struct{}), make(chan struct{})
-			s.intercept = func(w http.ResponseWriter, r *http.Request) bool {
+			s.on(func(w http.ResponseWriter, r *http.Request) bool {
 				if strings.HasPrefix(r.URL.Path, "/v1/operations/") {
 					select {
 					case <-killed:
@@ -381,7 +391,7 @@ func TestCIStepKilledAndRunAgain(t *testing.T) {
 					}
 				}
 				return false
-			}
+			})
 			cmd, out := s.step(shell)
 			must(t, cmd.Start())
 			select {

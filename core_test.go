@@ -250,6 +250,25 @@ func TestKilledBeforeTheStartAfterABoot(t *testing.T) {
 	}
 }
 
+// A Podman that takes an image and never answers holds up what is no rollout for a bounded time, and has not
+// said that the image is bad.
+func TestLoadThatNeverEnds(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		time.Sleep(time.Minute)
+		w.set(func() { w.h.images, w.h.loadHangs = map[string]string{}, true })
+		begun := time.Now()
+		_, err := w.s.ensureImage(t.Context(), w.s.rec.Load().Current.reference)
+		if d := time.Since(begun); err == nil || isCode(err, "load_failed") || d != loadTime {
+			t.Errorf("after %s: %v", d, err)
+		}
+		w.set(func() { w.h.loadHangs = false })
+		if _, err := w.s.ensureImage(t.Context(), w.s.rec.Load().Current.reference); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // The manager does not answer for a moment in the middle of an activation and of a rollback.
 func TestHostDoesNotAnswerForAMoment(t *testing.T) {
 	for _, kill := range []bool{false, true} {

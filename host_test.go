@@ -53,6 +53,7 @@ type fakeHost struct {
 
 	hung         bool // a test's own mark
 	loadsRefused int  // connections for a load that nobody takes
+	loadHangs    bool // Podman takes the archive and never answers
 	registryDown bool
 	podmanHangs  bool
 	managerHangs bool
@@ -237,12 +238,15 @@ func (h *fakeHost) step(name string) (apply bool, err error) {
 	return m(name)
 }
 
+func (h *fakeHost) is(flag *bool) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return *flag
+}
+
 // ask is the gate of every call to the manager: it hangs while the manager does.
 func (h *fakeHost) ask(ctx context.Context, hangs *bool) error {
-	h.mu.Lock()
-	hung := *hangs
-	h.mu.Unlock()
-	if hung {
+	if h.is(hangs) {
 		select {
 		case <-time.After(10 * time.Second):
 			return errors.New(canary + ": no answer within 10s")
@@ -518,6 +522,7 @@ func (h *fakeHost) died(u *hostUnit) {
 
 // ended takes an unplanned end on to a restart, or to failed.
 func (h *fakeHost) ended(u *hostUnit, result string) {
+	u.gen++ // what was to come of this instance does not
 	u.container, u.mainPID, u.result = nil, 0, result
 	a := h.apps[digestOf(lineOf(u.text, "Image="))]
 	if u.text == "" || a != nil && a.noRestart { // a unit that is not loaded any more has lost its Restart=
@@ -840,6 +845,10 @@ func (h *fakeHost) Load(ctx context.Context, r io.Reader) error {
 	h.mu.Unlock()
 	if refused {
 		return errUnreachable
+	}
+	if h.is(&h.loadHangs) {
+		<-ctx.Done()
+		return ctx.Err()
 	}
 	apply, stepErr := h.step("load image")
 	blobs := map[string][]byte{}

@@ -131,6 +131,9 @@ func (s *service) alone(ctx context.Context, rev *revision) error {
 	return nil
 }
 
+// loadTime bounds one load of an image where no deadline does.
+const loadTime = 10 * time.Minute
+
 // ensureImage sees that Podman has the image under its reference and that it is the verified one, and
 // loads it from the layout if it is not there. It tells whether it had to. Only a load that was refused
 // or broke, again and again, has failed: a Podman that does not answer has said nothing, and can be asked
@@ -148,8 +151,11 @@ func (s *service) ensureImage(ctx context.Context, ref reference) (loaded bool, 
 			return loaded, fmt.Errorf("looking for the image: %w", err)
 		}
 		s.say("loading")
-		err = s.load(ctx, ref)
-		if errors.Is(err, errUnreachable) || ctx.Err() != nil {
+		lctx, cancel := context.WithTimeout(ctx, loadTime)
+		err = s.load(lctx, ref)
+		deaf := lctx.Err() != nil
+		cancel()
+		if errors.Is(err, errUnreachable) || err != nil && deaf {
 			return loaded, fmt.Errorf("loading the image: %w", err)
 		}
 		loaded = loaded || err == nil
