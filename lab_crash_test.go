@@ -215,7 +215,6 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 		return op
 	}
 	done := map[string]bool{}
-	today := func(i int) bool { return *everyBoundary || (i+time.Now().YearDay())%3 == 0 }
 	change := regexp.MustCompile(` syncdir killed$`)
 	if *everyBoundary {
 		change = regexp.MustCompile(` (replace|append|remove|mkdir) | syncdir killed$`)
@@ -266,6 +265,9 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 
 const never = -1
 
+// today tells that the place number i is one of this day's third; each is with -every-boundary.
+func today(i int) bool { return *everyBoundary || (time.Now().YearDay()+i)%3 == 0 }
+
 // inTurn leaves a long test to its day, one of three, or to -every-boundary.
 func inTurn(t *testing.T, day int) {
 	if !*everyBoundary && time.Now().YearDay()%3 != day {
@@ -303,7 +305,7 @@ func TestLabRebootInEachState(t *testing.T) {
 		{"rolling_back/start syncdir killed", bad, "rolled_back"},
 		{"rolling_back/verify syncdir killed", bad, "rolled_back"},
 	} {
-		if !*everyBoundary && (i+time.Now().YearDay())%3 != 0 {
+		if !today(i) {
 			continue
 		}
 		t.Run(strings.ReplaceAll(tt.at, "/", "."), func(t *testing.T) {

@@ -90,12 +90,15 @@ func TestLabPruneAtEachStep(t *testing.T) { // G1, G2
 	l.watchSingleton(t, "killed")
 	good := s.image("VERSION=1")
 	s.promote(good)
-	for _, at := range []string{
+	for i, at := range []string{
 		"preparing syncdir killed.revisions", // before the fetch: the registry is still needed
 		"activating syncdir killed", "activating/stop syncdir killed", "activating/write syncdir killed", "activating/start syncdir killed",
 		"probation syncdir killed",
 		"rolling_back syncdir killed", "rolling_back/stop syncdir killed", "rolling_back/write syncdir killed", "rolling_back/start syncdir killed", "rolling_back/verify syncdir killed",
 	} {
+		if !today(i) {
+			continue
+		}
 		at = strings.Replace(at, "killed.", "killed/", 1)
 		t.Run(strings.ReplaceAll(at, "/", "."), func(t *testing.T) {
 			s := &labService{lab: s.lab, t: t, name: s.name, en: s.en, tmpl: s.tmpl}
