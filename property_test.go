@@ -361,7 +361,11 @@ func (w *world) bystander() {
 	}
 }
 
-// chain verifies the whole event log against the record's head.
+// endings are the events of a terminal state. Each operation has exactly one of them, once it has ended.
+var endings = map[string]state{"promote": promoted, "rollback": rolledBack, "rollback-failed": hasFailed, "failed": hasFailed}
+
+// chain verifies the whole event log against the record's head, and that of each operation there ever was
+// it tells the acceptance and the end, both once.
 func (w *world) chain() {
 	synctest.Wait() // nobody is in the middle of a commit
 	b, err := os.ReadFile(w.data.serviceFile("hello", "events.jsonl"))
@@ -369,7 +373,7 @@ func (w *world) chain() {
 		w.t.Fatal(err)
 	}
 	var head eventHead
-	promotions := map[string]int{}
+	told := map[string][]string{} // by operation
 	for line := range strings.Lines(string(b)) {
 		var e event
 		if err := json.Unmarshal([]byte(line), &e); err != nil {
@@ -379,17 +383,42 @@ func (w *world) chain() {
 		if head = e.seal(head); head != got {
 			w.t.Fatalf("the chain of events is broken at %d", e.Cursor)
 		}
-		switch e.Type {
-		case "deploy", "promote", "rollback", "failed", "rollback-failed":
-			promotions[e.Type+" "+e.Operation]++
-		}
-	}
-	for what, n := range promotions {
-		if n != 1 {
-			w.t.Errorf("%d events %s", n, what)
+		if _, end := endings[e.Type]; end || e.Type == "deploy" {
+			told[e.Operation] = append(told[e.Operation], e.Type)
 		}
 	}
 	r := w.s.rec.Load()
+	operations := map[string]*operation{}
+	ids, err := w.data.operationIDs("hello")
+	must(w.t, err)
+	for _, id := range ids {
+		if operations[id], err = w.data.operation("hello", id); err != nil {
+			w.t.Errorf("operation %s: %v", id, err)
+			delete(operations, id)
+		}
+	}
+	if r.Operation != nil {
+		operations[r.Operation.ID] = r.Operation
+	}
+	for _, id := range w.accepted {
+		if operations[id] == nil {
+			w.t.Errorf("I3: the accepted operation %s is lost", id)
+		}
+	}
+	for id, op := range operations {
+		switch got := told[id]; {
+		case len(got) == 0 || got[0] != "deploy":
+			w.t.Errorf("the acceptance of %s is not told, only %v", id, got)
+		case op.State.terminal() && (len(got) != 2 || endings[got[1]] != op.State || (got[1] == "rollback-failed") != (op.Failure != nil && op.Failure.Code == "rollback_failed")):
+			w.t.Errorf("the events of %s, which is %s (%v), are %v", id, op.State, op.Failure, got)
+		case !op.State.terminal() && len(got) != 1:
+			w.t.Errorf("the events of %s, which is %s, are %v", id, op.State, got)
+		}
+		delete(told, id)
+	}
+	for id, got := range told {
+		w.t.Errorf("there is no operation %s, and events %v of it", id, got)
+	}
 	last := r.EventHead
 	for _, e := range r.Events {
 		last = eventHead{e.Cursor, e.Hash}

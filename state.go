@@ -514,7 +514,8 @@ func encodeRecord(v any) ([]byte, error) {
 	return fmt.Appendf(b[:i:i], "  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])), nil
 }
 
-// decodeRecord reads what encodeRecord wrote into v: version first, then checksum, then strictly.
+// decodeRecord reads what encodeRecord wrote into v: version first, then checksum, then strictly. What is
+// not byte for byte as it would be written again has a field missing, twice, or under another name.
 func decodeRecord(b []byte, v any) error {
 	if err := checkSum(b); err != nil {
 		return err
@@ -523,6 +524,9 @@ func decodeRecord(b []byte, v any) error {
 	d.DisallowUnknownFields()
 	if err := d.Decode(v); err != nil {
 		return fmt.Errorf("%w: %w", errCorrupt, err)
+	}
+	if again, err := encodeRecord(v); err != nil || !bytes.Equal(again, b) {
+		return fmt.Errorf("%w: it is not in the form in which Toad writes it", errCorrupt)
 	}
 	return nil
 }

@@ -724,8 +724,8 @@ func at(file string, err error) error {
 	return fmt.Errorf("%s: %w", file, err)
 }
 
-// scanUnit reads a unit file line by line exactly as the generator does. What it adds to the
-// generator's own parser are line numbers; its errors name the line.
+// scanUnit reads a unit file line by line exactly as the generator does, and refuses control characters.
+// What it adds to the generator's own parser are line numbers; its errors name the line.
 func scanUnit(text []byte) (unitText, error) {
 	var u unitText
 	bad := func(no int, format string, args ...any) (unitText, error) {
@@ -741,7 +741,11 @@ func scanUnit(text []byte) (unitText, error) {
 	for i, raw := range all {
 		no, start := i+1, offset
 		offset += len(raw) + 1
-		if strings.ContainsFunc(raw, func(c rune) bool { return unicode.IsControl(c) && c != '\t' && c != '\r' }) {
+		// systemd reads what the generator makes of it, and to it a carriage return ends a line as well.
+		if strings.HasSuffix(raw, "\r") {
+			return bad(no, "the line ends in a carriage return: convert the file to Unix line ends")
+		}
+		if strings.ContainsFunc(raw, func(c rune) bool { return unicode.IsControl(c) && c != '\t' }) {
 			return bad(no, "a control character")
 		}
 		line := strings.TrimSpace(raw)

@@ -531,30 +531,38 @@ const maxExpiry = 10 * 365 * 24 * time.Hour
 
 var labelForm = regexp.MustCompile(`^[ -~]{1,64}$`)
 
+// check judges what is asked for, and returns how long the token lives; 0: it has no end.
+func (req *tokenRequest) check() (time.Duration, error) {
+	switch {
+	case !serviceID.MatchString(req.Service):
+		return 0, invalid("service", "service must be an identifier of lower-case letters, digits and -, at most 40 long")
+	case !labelForm.MatchString(req.Label):
+		return 0, invalid("label", "label must be 1 to 64 printable ASCII characters")
+	case len(req.Verbs) == 0:
+		return 0, invalid("verbs", "verbs must hold one of %s at least", strings.Join(tokenVerbs, ", "))
+	}
+	for i, v := range req.Verbs {
+		if !slices.Contains(tokenVerbs, v) || slices.Contains(req.Verbs[:i], v) {
+			return 0, invalid("verbs", "verbs must be of %s, each once", strings.Join(tokenVerbs, ", "))
+		}
+	}
+	if n := req.ExpiresInSeconds; n != nil {
+		if *n < 1 || *n > int64(maxExpiry/time.Second) {
+			return 0, invalid("expires_in_seconds", "expires_in_seconds must be from 1 to %d", int64(maxExpiry/time.Second))
+		}
+		return time.Duration(*n) * time.Second, nil
+	}
+	return 0, nil
+}
+
 func (d *daemon) postToken(w http.ResponseWriter, r *http.Request) error {
 	var req tokenRequest
 	if err := decode(r, &req, "service", "label", "verbs", "expires_in_seconds?"); err != nil {
 		return err
 	}
-	switch {
-	case !serviceID.MatchString(req.Service):
-		return invalid("service", "service must be an identifier of lower-case letters, digits and -, at most 40 long")
-	case !labelForm.MatchString(req.Label):
-		return invalid("label", "label must be 1 to 64 printable ASCII characters")
-	case len(req.Verbs) == 0:
-		return invalid("verbs", "verbs must hold one of %s at least", strings.Join(tokenVerbs, ", "))
-	}
-	for i, v := range req.Verbs {
-		if !slices.Contains(tokenVerbs, v) || slices.Contains(req.Verbs[:i], v) {
-			return invalid("verbs", "verbs must be of %s, each once", strings.Join(tokenVerbs, ", "))
-		}
-	}
-	var expires time.Duration
-	if n := req.ExpiresInSeconds; n != nil {
-		if *n < 1 || *n > int64(maxExpiry/time.Second) {
-			return invalid("expires_in_seconds", "expires_in_seconds must be from 1 to %d", int64(maxExpiry/time.Second))
-		}
-		expires = time.Duration(*n) * time.Second
+	expires, err := req.check()
+	if err != nil {
+		return err
 	}
 	s, err := d.service(req.Service)
 	if err != nil {
