@@ -85,7 +85,7 @@ func (s *service) dryRun(ctx context.Context, sub submission, local bool) (wireD
 
 	s.mu.Lock()
 	bearer, err := s.bearer(sub.actor)
-	exhausted := bearer.exhausted(s.now())
+	exhausted := s.exhausted(bearer)
 	if err == nil && s.tokensErr != nil {
 		err = s.unavailable(s.tokensErr)
 	}

@@ -69,6 +69,7 @@ type service struct {
 	owed      []tokenEvent
 	unsaved   bool  // a revocation is not durable yet
 	tokensErr error // why the file is not to be trusted
+	recounted bool  // what the tokens had accepted before this start is known
 
 	wake chan struct{} // one token: look again
 
@@ -257,7 +258,6 @@ func (s *service) read() (*record, error) {
 		a.settle(err == nil && err2 == nil && bytes.Equal(is, tried))
 	}
 	s.broken, s.unsure = nil, nil
-	s.recount(r)
 	if old := s.ev.Swap(ev); old != nil {
 		old.wake() // who waits for more of it goes on with the new one
 	}
@@ -652,7 +652,7 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	if o, err := s.known(sub, r); o != nil || err != nil {
 		return o, o != nil, err
 	}
-	for _, err := range s.admission(sub, r, en, enErr, bearer.exhausted(s.now()), s.data.room) {
+	for _, err := range s.admission(sub, r, en, enErr, s.exhausted(bearer), s.data.room) {
 		if err != nil {
 			return nil, false, err
 		}

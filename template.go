@@ -606,10 +606,12 @@ func (e *enrolled) checkNetworks(u unitText, file string, tree *quadletTree, p *
 
 // quadletTree is the Quadlet directory as the generator walks it: every directory below it but
 // drop-in directories, each before its own sub-directories.
-type quadletTree struct{ dirs []string }
+type quadletTree struct {
+	holds map[string][]string // name of an entry → the directories that have one, in the generator's order
+}
 
 func readQuadletTree(root string) (*quadletTree, error) {
-	t := &quadletTree{}
+	t := &quadletTree{holds: map[string][]string{}}
 	visited := map[string]bool{}
 	var walk func(dir string) error
 	walk = func(dir string) error {
@@ -622,9 +624,9 @@ func readQuadletTree(root string) (*quadletTree, error) {
 			return err
 		}
 		visited[real] = true
-		t.dirs = append(t.dirs, dir)
 		entries, err := os.ReadDir(dir)
 		for _, e := range entries {
+			t.holds[e.Name()] = append(t.holds[e.Name()], dir)
 			// What vanished meanwhile or leads nowhere is nothing to the generator either.
 			_ = walk(filepath.Join(dir, e.Name()))
 		}
@@ -635,7 +637,7 @@ func readQuadletTree(root string) (*quadletTree, error) {
 
 // file returns the path of a Quadlet; of several of that name the first counts.
 func (t *quadletTree) file(name string) (string, bool) {
-	for _, d := range t.dirs {
+	for _, d := range t.holds[name] {
 		f := filepath.Join(d, name)
 		if info, err := os.Stat(f); err == nil && info.Mode().IsRegular() {
 			return f, true
@@ -650,8 +652,8 @@ func (t *quadletTree) dropins(name string) []string {
 	u := parser.NewUnitFile()
 	u.Filename = name
 	var found []string
-	for _, d := range t.dirs {
-		for _, sub := range u.GetUnitDropinPaths() {
+	for _, sub := range u.GetUnitDropinPaths() {
+		for _, d := range t.holds[sub] {
 			entries, _ := os.ReadDir(filepath.Join(d, sub))
 			for _, e := range entries {
 				if filepath.Ext(e.Name()) == ".conf" {
@@ -660,6 +662,7 @@ func (t *quadletTree) dropins(name string) []string {
 			}
 		}
 	}
+	slices.Sort(found)
 	return found
 }
 

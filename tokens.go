@@ -159,11 +159,21 @@ func (s *service) recount(r *record) {
 	}
 }
 
-// exhausted tells how long no further deployment of the token is accepted.
-func (t *token) exhausted(now time.Time) time.Duration {
-	if t == nil { // a local caller has no bound
+// exhausted tells, under mu, how long no further deployment of the token is accepted; nil stands for a local
+// caller, who has no bound.
+func (s *service) exhausted(t *token) time.Duration {
+	if t == nil {
 		return 0
 	}
+	if !s.recounted { // not at the start, which many services wait for
+		s.recount(s.rec.Load())
+		s.recounted = true
+	}
+	return t.exhausted(s.now())
+}
+
+// exhausted tells how long no further deployment of the token is accepted.
+func (t *token) exhausted(now time.Time) time.Duration {
 	t.accepted = slices.DeleteFunc(t.accepted, func(at time.Time) bool { return now.Sub(at) >= time.Hour })
 	if len(t.accepted) < tokenDeployments {
 		return 0
