@@ -20,6 +20,7 @@ import (
 	"path"
 	"reflect"
 	"regexp"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -333,6 +334,9 @@ func (d *daemon) tcpHandler() http.Handler {
 		if t != nil {
 			c.token, c.service, c.verbs = t.ID, t.service, t.Verbs
 		}
+		if len(d.conns) > cap(d.conns)/2 { // who keeps connections and asks nothing must not keep them from others
+			w.Header().Set("Connection", "close")
+		}
 		ctx, end := context.WithCancel(context.WithValue(r.Context(), callerKey{}, c))
 		defer end()
 		out := newReply(w, r)
@@ -442,6 +446,7 @@ func (d *daemon) mux(there func(rt route) bool) http.Handler {
 			continue
 		}
 		mux.HandleFunc(rt.pattern, func(w http.ResponseWriter, r *http.Request) {
+			defer d.survive(w, r)
 			err := callerOf(r).may(rt.verb)
 			if err == nil {
 				err = checkQuery(r, rt.params)
@@ -474,6 +479,21 @@ func (d *daemon) mux(there func(rt route) bool) http.Handler {
 		}
 		mux.ServeHTTP(w, r)
 	})
+}
+
+// survive answers, and tells the journal, when a handler breaks down; what was begun to be told is cut off.
+func (d *daemon) survive(w http.ResponseWriter, r *http.Request) {
+	switch v := recover(); v {
+	case nil:
+	case http.ErrAbortHandler:
+		panic(v)
+	default:
+		d.log.Error("a request broke down", "method", r.Method, "path", r.URL.Path, "panic", v, "stack", string(debug.Stack()))
+		if out, ok := w.(*reply); ok && out.wrote {
+			panic(http.ErrAbortHandler)
+		}
+		d.writeError(w, r, refuse("internal", "see the journal of toad"))
+	}
 }
 
 type headerOnly struct {
@@ -544,6 +564,8 @@ func checkQuery(r *http.Request, params []string) error {
 			return invalid(name, "unknown parameter %q", name)
 		case len(q[name]) > 1:
 			return invalid(name, "%s is given twice", name)
+		case q[name][0] == "":
+			return invalid(name, "%s has no value", name)
 		}
 	}
 	return nil
@@ -1007,8 +1029,10 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if r := s.rec.Load(); r != nil && r.Operation != nil && (len(ids) == 0 || ids[0] != r.Operation.ID) {
-		ids = slices.Insert(ids, 0, r.Operation.ID) // not archived yet
+	if r := s.rec.Load(); r != nil && r.Operation != nil && !slices.Contains(ids, r.Operation.ID) { // not archived yet
+		ids = append(ids, r.Operation.ID)
+		slices.Sort(ids)
+		slices.Reverse(ids)
 	}
 	list := wireOperations{Operations: []wireOperation{}}
 	for _, id := range ids {
@@ -1020,8 +1044,9 @@ func (d *daemon) getOperations(w http.ResponseWriter, r *http.Request) error {
 			break
 		}
 		_, op, err := d.findOperation(callerOf(r), id)
-		if err != nil {
-			return err
+		if err != nil { // damaged, which fsck tells, or pruned meanwhile
+			d.log.Warn("listing operations", "service", s.name, "operation", id, "err", err)
+			continue
 		}
 		list.Operations = append(list.Operations, s.wire(op))
 	}
@@ -1124,13 +1149,12 @@ func (d *daemon) getMetrics(w http.ResponseWriter, r *http.Request) error {
 
 // logOf is the live log of the operation under way or last ended, nil for any other.
 func (s *service) logOf(id string) *operationLog {
-	op := s.op()
 	s.live.Lock()
 	defer s.live.Unlock()
-	if op == nil || op.ID != id {
-		return nil
+	if l := s.live.log; l != nil && l.operation == id {
+		return l
 	}
-	return s.live.log
+	return nil
 }
 
 // wire is an operation as anyone with access to the service may read it.

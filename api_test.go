@@ -297,6 +297,8 @@ func TestAPIMalformedRequestsChangeNothing(t *testing.T) {
 		add("stale generation", "POST", "/v1/deployments", deployBody("hello", image, 0, "k"), 409, "stale_generation", "")
 		add("generation to come", "POST", "/v1/deployments", deployBody("hello", image, 2, "k"), 409, "stale_generation", "")
 		add("used key", "POST", "/v1/deployments", deployBody("hello", image, 1, "k1"), 422, "key_reused", "")
+		add("a dry run without a value", "POST", "/v1/deployments?dry_run=", valid, 400, "invalid_request", "dry_run")
+		add("a dry run without anything", "POST", "/v1/deployments?dry_run", valid, 400, "invalid_request", "dry_run")
 		add("a dry run, maybe", "POST", "/v1/deployments?dry_run=maybe", valid, 400, "invalid_request", "dry_run")
 		for _, route := range []string{"suspend", "resume"} {
 			add(route+" with a body", "POST", "/v1/services/hello/"+route, `{"force":true}`, 400, "invalid_request", "")
@@ -462,6 +464,85 @@ func TestAPIChangedEnrollmentWaitsForTheNextDeployment(t *testing.T) {
 		differs(false)
 		if got := readFile(t, s.unitPath("hello.container")); !strings.Contains(string(got), "Environment=NEW=1") {
 			t.Errorf("the deployment did not take the template up:\n%s", got)
+		}
+	})
+}
+
+// A record that cannot be read at Toad's start closes its service: every route says so, and none breaks down.
+func TestUnreadableFromTheStart(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		first := w.deploy("hello", w.push("hello", "1", app{}), 0, "k1")
+		w.await(first.ID, "promoted")
+		w.await(w.deploy("hello", w.push("hello", "2", app{}), 1, "k2").ID, "promoted")
+		time.Sleep(time.Minute)
+		_, token := w.token("hello", 0, tokenVerbs...)
+		w.end()
+		must(t, os.WriteFile(filepath.Join(w.dir, "services", "hello", "service.json"), []byte("garbage"), 0o600))
+		w.begin()
+		for _, rt := range w.d.routes() {
+			method, path, _ := strings.Cut(strings.NewReplacer("{service}", "hello", "{id}", first.ID).Replace(rt.pattern), " ")
+			if method == "DELETE" || path == "/v1/backup" { // of a token; refused as a whole
+				continue
+			}
+			body := map[string]string{"/v1/deployments": deployBody("hello", first.Candidate.Image, 2, "k3"), "/v1/tokens": `{"service":"hello","label":"l","verbs":["read"]}`,
+				"/v1/services/hello/rollback": `{"expected_generation":2,"idempotency_key":"k4"}`, "/v1/rollback": `{"expected_generation":2,"idempotency_key":"k4"}`,
+				"/v1/services/hello/reconcile": `{"operation_id":"` + first.ID + `"}`, "/v1/services/hello/retire": `{"generation":2}`}[path]
+			if method == "GET" {
+				body = ""
+			}
+			if rt.unix {
+				if a := w.do(method, path, body); a.Code == "internal" || a.status < 400 && method == "POST" && path != "/v1/fsck" && path != "/v1/tokens" {
+					t.Errorf("%s %s: %d %s", method, path, a.status, a.body)
+				}
+			}
+			if rt.verb != "" {
+				if a := w.over(token, method, path, body); a.Code == "internal" || a.status < 400 && method == "POST" {
+					t.Errorf("%s %s with a token: %d %s", method, path, a.status, a.body)
+				}
+			}
+		}
+	})
+}
+
+// A request that breaks down is answered, and told to the journal alone.
+func TestRequestThatBreaksDown(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		var said strings.Builder
+		w.d.log = slog.New(slog.NewTextHandler(&said, nil))
+		rec := httptest.NewRecorder()
+		func() {
+			defer w.d.survive(rec, httptest.NewRequest("GET", "/v1/services", nil))
+			panic(canary)
+		}()
+		if rec.Code != 500 || strings.Contains(rec.Body.String(), canary) || !strings.Contains(rec.Body.String(), `"internal"`) || !strings.Contains(said.String(), canary) {
+			t.Errorf("%d %s; the journal: %s", rec.Code, rec.Body, said.String())
+		}
+	})
+}
+
+// A record of the history that cannot be read hides none of the others, and the order is that of acceptance
+// whatever the wall clock does.
+func TestHistoryGoesOn(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		var ids []string
+		for i := range int64(4) {
+			op := w.deploy("hello", w.push("hello", fmt.Sprint(i), app{}), i, fmt.Sprint("k", i))
+			w.await(op.ID, "promoted")
+			ids = append([]string{op.ID}, ids...)
+			time.Sleep(time.Minute)
+			w.h.mu.Lock()
+			w.h.wallOffset -= time.Hour
+			w.h.mu.Unlock()
+		}
+		must(t, os.WriteFile(filepath.Join(w.dir, "services", "hello", "operations", ids[2]+".json"), []byte("garbage"), 0o600))
+		var list wireOperations
+		must(t, json.Unmarshal([]byte(w.do("GET", "/v1/services/hello/operations", "").body), &list))
+		var got []string
+		for _, op := range list.Operations {
+			got = append(got, op.ID)
+		}
+		if want := []string{ids[0], ids[1], ids[3]}; !slices.Equal(got, want) {
+			t.Errorf("listed %v, want %v", got, want)
 		}
 	})
 }

@@ -166,13 +166,21 @@ func (b *browser) text() string {
 // until waits until the page says it, by itself or by reloading.
 func (b *browser) until(d time.Duration, what string, reload bool) string {
 	b.t.Helper()
+	return b.untilIn("body", d, what, reload)
+}
+
+// untilIn waits until that element of the page says it. One that is not there, or was just replaced, says nothing.
+func (b *browser) untilIn(element string, d time.Duration, what string, reload bool) string {
+	b.t.Helper()
 	for end := time.Now().Add(d); ; time.Sleep(100 * time.Millisecond) { // the page tells nobody outside that it changed
-		s := b.text()
+		ctx, cancel := context.WithTimeout(b.ctx, 5*time.Second)
+		s, err := chromedp.Run(ctx, chromedp.Text(chromedp.CSS(element)))
+		cancel()
 		if strings.Contains(s, what) {
 			return s
 		}
 		if time.Now().After(end) {
-			b.t.Fatalf("the page does not say %q within %s:\n%s", what, d, s)
+			b.t.Fatalf("the page does not say %q in %s within %s (%v):\n%s", what, element, d, err, s)
 		}
 		if reload {
 			b.run(chromedp.Reload())

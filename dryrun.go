@@ -83,13 +83,23 @@ func (s *service) dryRun(ctx context.Context, sub submission, local bool) (wireD
 	}
 	skip := func(name string) { d.Checks = append(d.Checks, wireCheck{Name: name, Outcome: "skipped"}) }
 
+	s.mu.Lock()
+	bearer, err := s.bearer(sub.actor)
+	exhausted := bearer.exhausted(s.now())
+	if err == nil && s.tokensErr != nil {
+		err = s.unavailable(s.tokensErr)
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return d, err
+	}
 	op, err := s.known(sub, r)
 	judge("key", err)
 	if op != nil {
 		d.Checks[0].Detail = "operation " + op.ID + " was made with it, and would be the answer"
 	}
 	allowed := false
-	for name, err := range s.admission(sub, r, en, enErr, s.data.space) {
+	for name, err := range s.admission(sub, r, en, enErr, exhausted, s.data.space) {
 		if name == "repository" && enErr != nil {
 			skip(name)
 			continue

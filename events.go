@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -365,8 +366,9 @@ type ownLog struct {
 	path, headPath string
 	tally          tally
 
-	mu     sync.Mutex // one writer at a time
-	log    *eventLog  // nil until it was read, and after a write that failed
+	log atomic.Pointer[eventLog] // nil until it was read, and after a write that failed
+
+	mu     sync.Mutex // one writer at a time; set under it:
 	old    *eventLog  // the one before, of which some may wait for more
 	unsure *ownAttempt
 }
@@ -405,33 +407,40 @@ func (o *ownLog) read() error {
 		a.settle(l.head == a.end)
 		o.unsure = nil
 	}
-	if o.log = l; o.old != nil {
+	if o.log.Store(l); o.old != nil {
 		o.old.wake() // who waits for more of it goes on with the new one
 		o.old = nil
 	}
 	return nil
 }
 
-// open reads the log unless it is known.
+// open is the log, read if it is not known.
 func (o *ownLog) open() (*eventLog, error) {
+	if l := o.log.Load(); l != nil {
+		return l, nil
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.log == nil {
+	return o.opened()
+}
+
+func (o *ownLog) opened() (*eventLog, error) {
+	if o.log.Load() == nil {
 		if err := o.read(); err != nil {
 			return nil, err
 		}
 	}
-	return o.log, nil
+	return o.log.Load(), nil
 }
 
 // write appends events, and with them those that were counted and are due.
 func (o *ownLog) write(events ...event) error {
-	l, err := o.open()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	l, err := o.opened()
 	if err != nil {
 		return err
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
 	due, settle := o.tally.take(nil)
 	events = append(events, due...)
 	if len(events) == 0 {
@@ -444,12 +453,14 @@ func (o *ownLog) write(events ...event) error {
 		head = events[i].seal(head)
 	}
 	if err := writeRecord(o.headPath, r); err != nil {
-		o.unsure, o.log, o.old = &ownAttempt{head, settle}, nil, l
+		o.unsure, o.old = &ownAttempt{head, settle}, l
+		o.log.Store(nil)
 		return err
 	}
 	settle(true) // the log lacks them at most until it is read again
 	if err := l.append(events); err != nil {
-		o.log, o.old = nil, l
+		o.old = l
+		o.log.Store(nil)
 		return err
 	}
 	return nil
@@ -623,6 +634,9 @@ func appendDurably(path string, size int64, lines []byte) error {
 		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
 	}
 	defer f.Close()
+	if st, serr := f.Stat(); serr == nil && st.Size() < size { // what was known to be durable is gone
+		return fmt.Errorf("appending to %s: %w: %w: it has lost its end", path, errStorage, errCorrupt)
+	}
 	if err = f.Truncate(size); err == nil {
 		if _, err = f.WriteAt(lines, size); err == nil {
 			err = f.Sync()
@@ -649,14 +663,17 @@ type logLine struct {
 // operationLog appends to the log of one operation. It is told to people and is no source of truth:
 // a line that cannot be written is lost, and the rollout goes on.
 type operationLog struct {
-	mu    sync.Mutex
-	path  string
-	lines []logLine // of this process and read back at open: followers are served from memory
+	operation string
+	path      string
+	writing   sync.Mutex // one line at a time
+
+	mu    sync.Mutex // never held across a call to the disk
+	lines []logLine  // of this process and read back at open: followers are served from memory
 	grown chan struct{}
 }
 
 func (d *dataDir) openLog(service, id string) *operationLog {
-	l := &operationLog{path: d.serviceFile(service, "operations", id+".log"), grown: make(chan struct{})}
+	l := &operationLog{operation: id, path: d.serviceFile(service, "operations", id+".log"), grown: make(chan struct{})}
 	l.lines, _ = readLog(l.path)
 	return l
 }
@@ -687,15 +704,20 @@ func (l *operationLog) say(now time.Time, st state, code string, args ...any) {
 	if !ok {
 		panic("no text for log code " + code)
 	}
+	l.writing.Lock()
+	defer l.writing.Unlock()
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	if len(l.lines) >= maxLogLines && !st.terminal() {
+	line := logLine{Seq: int64(len(l.lines)) + 1, At: now.UTC().Truncate(time.Millisecond), State: st, Code: code, Text: fmt.Sprintf(format, args...)}
+	full := len(l.lines) >= maxLogLines && !st.terminal()
+	if !full {
+		l.lines = append(l.lines, line)
+		close(l.grown)
+		l.grown = make(chan struct{})
+	}
+	l.mu.Unlock()
+	if full {
 		return
 	}
-	line := logLine{Seq: int64(len(l.lines)) + 1, At: now.UTC().Truncate(time.Millisecond), State: st, Code: code, Text: fmt.Sprintf(format, args...)}
-	l.lines = append(l.lines, line)
-	close(l.grown)
-	l.grown = make(chan struct{})
 	b, _ := json.Marshal(line)
 	if makeDir(filepath.Dir(l.path)) != nil {
 		return

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/peterbourgon/ff/v3/ffcli"
+	"golang.org/x/sys/unix"
 )
 
 // finding is one thing that is not as it should be.
@@ -63,11 +64,33 @@ func (d *dataDir) fsck(lock func(service string) (unlock func())) []finding {
 			all = append(all, finding{File: filepath.Join("services", e.Name()), Problem: "this is no service"})
 			continue
 		}
-		unlock := lock(e.Name())
-		all = append(all, d.fsckService(e.Name())...)
-		unlock()
+		all = append(all, d.fsckWhile(e.Name(), lock)...)
 	}
 	return all
+}
+
+// fsckWhile looks at a service whose server may go on meanwhile: images take long to hash. What is found
+// counts if the records stood still, and is looked for with the lock held if they never do.
+func (d *dataDir) fsckWhile(service string, lock func(service string) (unlock func())) []finding {
+	stand := func() (signs [3]unix.Stat_t) {
+		defer lock(service)()
+		for i, name := range []string{"service.json", "tokens.json", "events.jsonl"} {
+			if unix.Stat(d.serviceFile(service, name), &signs[i]) != nil {
+				signs[i] = unix.Stat_t{}
+			}
+			signs[i].Atim = unix.Timespec{}
+		}
+		return signs
+	}
+	for range 5 {
+		before := stand()
+		found := d.fsckService(service)
+		if len(found) == 0 || stand() == before {
+			return found
+		}
+	}
+	defer lock(service)()
+	return d.fsckService(service)
 }
 
 func (d *dataDir) fsckService(service string) []finding {
@@ -307,6 +330,7 @@ type evidence struct {
 	highest  int64             // above every number found
 	promoted int64             // the highest generation that some record says was promoted
 	accepted map[string]string // operations that were accepted: id → image, where it is known
+	ended    map[string]bool   // operations whose end the event log tells
 	logged   []string          // operations that the event log says were promoted
 	head     eventHead         // the event log's end
 	logErr   error             // why the event log is not to be trusted
@@ -317,7 +341,7 @@ var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
 
 // gather reads everything of a service that can be read, a damaged service.json included.
 func (d *dataDir) gather(service string, running []container) evidence {
-	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}}
+	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}, ended: map[string]bool{}}
 	see := func(g int64) { ev.highest = max(ev.highest, g) }
 	dir := d.serviceFile(service)
 	for _, name := range []string{"service.json", "service.json.prev"} {
@@ -374,6 +398,9 @@ func (d *dataDir) gather(service string, running []container) evidence {
 		case "promote":
 			ev.logged = append(ev.logged, e.Operation)
 			ev.promoted = max(ev.promoted, generations[e.Operation])
+			ev.ended[e.Operation] = true
+		case "rollback", "rollback-failed", "failed":
+			ev.ended[e.Operation] = true
 		}
 	}
 	units, _ := filepath.Glob(filepath.Join(d.quadlets, service, "*.container"))
@@ -491,13 +518,20 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		r.Barrier = nil
 	}
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
+	var untold []string // operations whose end no event tells
+	follows := func(op *operation, from state) {
+		if op.raisesBarrier(from) && ev.asked["reconcile"].Operation != op.ID {
+			r.Barrier = &barrier{op.ID, now}
+		}
+		if ev.logErr != nil || !ev.ended[op.ID] {
+			untold = append(untold, op.ID)
+		}
+	}
 	end := func(op *operation) {
 		from := op.State
 		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
 		op.Timeline = append(op.Timeline, transition{hasFailed, now})
-		if op.raisesBarrier(from) {
-			r.Barrier = &barrier{op.ID, now}
-		}
+		follows(op, from)
 	}
 	var maybe *reference // a candidate that may run
 	if op := r.active(); op != nil {
@@ -513,7 +547,17 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 			}
 		}
 	}) {
-		if _, err := d.operation(service, id); err == nil || r.Operation != nil && id <= r.Operation.ID {
+		if r.Operation != nil && id <= r.Operation.ID {
+			continue
+		}
+		if op, err := d.operation(service, id); err == nil {
+			// It ended, or a restore that was killed ended it and came no further.
+			if op.State == hasFailed && op.Failure != nil && *op.Failure == interrupted {
+				if op.Candidate.Generation > 0 {
+					maybe = &op.Candidate
+				}
+				follows(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
+			}
 			continue
 		}
 		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},
@@ -523,6 +567,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 			maybe = &reference{Generation: g, Image: op.Candidate.Image, Operation: id}
 			if rev, err := d.revision(service, g); err == nil && rev.Enrollment.Barrier {
 				op.State, op.Barrier = activating, true
+				op.Timeline = append(op.Timeline, transition{activating, idTime(id).UTC()})
 			}
 		}
 		end(&op)
@@ -553,8 +598,13 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	}
 	e := event{At: now, Type: "restore", Service: service, Operation: curOp, Actor: "local", Detail: fmt.Sprintf("put back with current generation %d as generation %d", cur, r.Generation)}
 	r.EventHead = ev.head
-	e.seal(ev.head)
+	head := e.seal(ev.head)
 	r.Events, r.UpdatedAt = []event{e}, now
+	for _, id := range untold {
+		e := event{At: now, Type: "failed", Service: service, Operation: id, Actor: "toad", Detail: interrupted.Code}
+		head = e.seal(head)
+		r.Events = append(r.Events, e)
+	}
 	if err := r.check(); err != nil {
 		return fmt.Errorf("restoring %s: %w", service, err)
 	}
@@ -562,7 +612,11 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	if err := setAside(main, stamp); err != nil {
 		return err
 	}
-	return d.save(r)
+	if err := d.save(r); err != nil {
+		return err
+	}
+	_, err := d.openEvents(r)
+	return err
 }
 
 // generationOf finds the generation of an operation by its revision; 0 if it got none.
@@ -696,6 +750,11 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 				err = nil
 			}
 		}
+		had := map[string]bool{} // manifests that were there with the record
+		blobs, _ := os.ReadDir(d.serviceFile(name, "images", "blobs", "sha256"))
+		for _, b := range blobs {
+			had["sha256:"+b.Name()] = true
+		}
 		unlock()
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // nothing was accepted yet
@@ -726,6 +785,20 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 			})
 			if err != nil {
 				return fmt.Errorf("backing up %s: %w; begin again", name, err)
+			}
+		}
+		// A promotion meanwhile takes away the bytes that were retained when the record was read.
+		r := &record{}
+		if err := decodeRecord(main, r); err != nil {
+			return fmt.Errorf("backing up %s: %w", name, err)
+		}
+		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
+			if p == nil || r.Retired != nil {
+				continue
+			}
+			blob := d.serviceFile(name, "images", "blobs", "sha256", strings.TrimPrefix(p.digest(), "sha256:"))
+			if _, err := os.Stat(blob); errors.Is(err, fs.ErrNotExist) && had[p.digest()] {
+				return fmt.Errorf("backing up %s: it was promoted meanwhile; begin again", name)
 			}
 		}
 	}
@@ -888,16 +961,50 @@ func (d *daemon) lockService(name string) (unlock func()) {
 	return s.mu.Unlock
 }
 
-// reread takes up what became of a service's tokens. Its lock is held.
-func (d *daemon) reread(name string) {
-	d.mu.Lock()
-	s := d.services[name]
-	d.mu.Unlock()
-	if s == nil {
-		return
+// restore puts a named record back while the server runs. A service.json that is damaged on the disk alone is
+// written again from memory, which is younger than any predecessor; whatever else is put back, the service
+// begins from the disk afterwards, and commits nothing of what it knew before.
+func (d *daemon) restore(ctx context.Context, name string) (string, error) {
+	var s *service
+	parts := strings.Split(filepath.Clean(name), string(filepath.Separator))
+	if n := len(parts); n >= 2 {
+		s = d.known(parts[n-2])
 	}
-	s.readTokens()
-	s.tryTellTokens()
+	if s == nil {
+		return "", fmt.Errorf("restoring %s: no service of this Toad has such a record", name)
+	}
+	list, lerr := runningAs(ctx, d.host.containers, s.name)
+	running := func(string) ([]container, error) { return list, lerr }
+	now := d.host.wall().UTC().Truncate(time.Millisecond)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	main := filepath.Base(name) == "service.json"
+	if r := s.rec.Load(); main && s.broken == nil && r != nil && s.usable() == nil {
+		ondisk := &record{}
+		if err := readRecord(s.data.serviceFile(s.name, "service.json"), ondisk); err != nil {
+			if head, err := verifyEvents(s.data.serviceFile(s.name, "events.jsonl")); err == nil && head == r.eventEnd() {
+				if err := s.commitLocked(func(*record) error { return nil }, event{Type: "restore", Actor: "local", Detail: "written again from the running server's memory"}); err != nil {
+					return "", err
+				}
+				return filepath.Join("services", s.name, "service.json") + " from the running server's memory", nil
+			}
+		}
+		if op := r.active(); op != nil {
+			return "", fmt.Errorf("restoring %s: operation %s is under way and would be ended; wait for its end", name, op.ID)
+		}
+	}
+	restored, err := d.data.restoreNamed(name, running, now)
+	if err != nil && !errors.Is(err, errStorage) {
+		return "", err // nothing was changed
+	}
+	if main {
+		s.broken = fmt.Errorf("%w: service.json was put back", errStorage)
+	} else {
+		s.readTokens()
+		s.tryTellTokens()
+	}
+	s.poke()
+	return restored, err
 }
 
 // postFsck checks every record, and puts one back if it is named.
@@ -915,25 +1022,12 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 	}
 	answer := wireFsck{}
 	if req.Restore != "" {
-		answer.Restored, err = func() (string, error) {
-			parts := strings.Split(filepath.Clean(req.Restore), string(filepath.Separator))
-			if n := len(parts); n >= 2 {
-				defer d.lockService(parts[n-2])()
-				defer d.reread(parts[n-2])
-			}
-			return d.data.restoreNamed(req.Restore, func(service string) ([]container, error) {
-				return runningAs(r.Context(), d.host.containers, service)
-			}, d.host.wall().UTC().Truncate(time.Millisecond))
-		}()
-		if err != nil {
+		if answer.Restored, err = d.restore(r.Context(), req.Restore); err != nil {
 			e := invalid("restore", "%v", err) // this socket is local: it may name files
 			e.err = err
 			return e
 		}
 		d.log.Warn("a record was put back", "restored", answer.Restored)
-		for _, s := range d.all() {
-			s.poke()
-		}
 	}
 	answer.Findings = append([]finding{}, d.data.fsck(d.lockService)...)
 	answer.OK = len(answer.Findings) == 0

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -237,6 +238,145 @@ func TestRestoreWithAnOperationUnderWay(t *testing.T) {
 		}
 		w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
 	})
+}
+
+// A restore that is killed and made again still holds what may run, raises the barrier, and tells the end of the
+// operation once.
+func TestRestoreKilledAtEachStep(t *testing.T) {
+	for at := 0; ; at++ {
+		steps := 0
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(t)
+			defer func() { w.stop() }()
+			w.set(func() { w.en.Barrier = true })
+			settled(t, w)
+			op := w.submit(w.push("v3", app{readyAfter: -1}))
+			w.awaitState(op.ID, inProbation)
+			w.stop()
+			old := w.s.rec.Load().clone() // as it was before that operation
+			last, err := w.data.operation("hello", old.Current.Operation)
+			must(t, err)
+			old.Operation, old.NextGeneration = last, op.Candidate.Generation
+			old.Events = nil
+			b, err := encodeRecord(old)
+			must(t, err)
+			must(t, os.WriteFile(w.data.serviceFile("hello", "service.json.prev"), b, 0o600))
+			must(t, os.WriteFile(w.data.serviceFile("hello", "service.json"), nil, 0o600))
+			killed := errors.New("killed")
+			testingOnlyBoundary = func(step, path string) error {
+				if steps++; steps > at {
+					return killed
+				}
+				return nil
+			}
+			_, err = w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+			testingOnlyBoundary = nil
+			if (err != nil) != (steps > at) {
+				t.Fatalf("killed at %d of %d: %v", at, steps, err)
+			}
+			if err != nil {
+				_, err = w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now().Add(time.Second))
+				if err != nil && !strings.Contains(err.Error(), "it is whole") { // the kill came after all was done
+					t.Fatal(err)
+				}
+			}
+			r, err := w.data.load("hello")
+			must(t, err)
+			if r.Held == nil || r.Held.Operation != op.ID || r.Barrier == nil || r.Barrier.Operation != op.ID {
+				t.Errorf("killed at %d: held %+v, barrier %+v", at, r.Held, r.Barrier)
+			}
+			w.last = nil
+			w.start()
+			w.until2("open and not held", func() bool { return w.s.usable() == nil && w.s.rec.Load().Held == nil })
+			n := 0
+			for _, e := range w.eventsOf("failed") {
+				if e.Operation == op.ID {
+					n++
+				}
+			}
+			if c := w.data.audit("hello", noLock); n != 1 || c.Problem != "" {
+				t.Errorf("killed at %d: its end was told %d times; %+v", at, n, c)
+			}
+		})
+		if steps <= at {
+			break
+		}
+	}
+}
+
+// A record that is damaged on the disk alone is written again from the memory of the running server, and the
+// rollout goes on. A damaged log is begun anew, and what follows is in step.
+func TestRestoreWhileItRuns(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		time.Sleep(time.Minute)
+		restore := func() apiAnswer { return w.do("POST", "/v1/fsck", `{"restore":"services/hello/service.json"}`) }
+		main, log := w.d.data.serviceFile("hello", "service.json"), w.d.data.serviceFile("hello", "events.jsonl")
+
+		op := w.deploy("hello", w.push("hello", "2", app{readyAfter: 2 * time.Second}), 1, "k2")
+		w.await(op.ID, "probation")
+		b, err := os.ReadFile(main)
+		must(t, err)
+		b[len(b)/2] ^= 1
+		must(t, os.WriteFile(main, b, 0o600))
+		if a := restore(); a.status != 200 || !strings.Contains(a.body, "memory") || !strings.Contains(a.body, `"ok": true`) {
+			t.Errorf("%d %s", a.status, a.body)
+		}
+		b, err = os.ReadFile(log)
+		must(t, err)
+		must(t, os.WriteFile(log, bytes.Replace(b, []byte(`"cursor":2`), []byte(`"cursor":9`), 1), 0o600))
+		if a := restore(); a.status != 400 || !strings.Contains(a.body, "under way") {
+			t.Errorf("during a rollout: %d %s", a.status, a.body)
+		}
+		w.await(op.ID, "promoted")
+		time.Sleep(time.Minute)
+		if a := restore(); a.status != 200 || !strings.Contains(a.body, `"ok": true`) {
+			t.Errorf("%d %s", a.status, a.body)
+		}
+		time.Sleep(time.Minute)
+		s, err := w.d.service("hello")
+		must(t, err)
+		g := s.rec.Load().Generation
+		if g <= 2 || s.usable() != nil {
+			t.Errorf("generation %d, %v", g, s.usable())
+		}
+		w.await(w.deploy("hello", w.push("hello", "3", app{}), g, "k3").ID, "promoted")
+		w.end()
+		w.begin()
+		if a := w.do("POST", "/v1/fsck", ""); !strings.Contains(a.body, `"ok": true`) {
+			t.Errorf("%s", a.body)
+		}
+		if a := w.do("GET", "/v1/audit", ""); !strings.Contains(a.body, `"ok": true`) {
+			t.Errorf("%s", a.body)
+		}
+	})
+}
+
+// A backup during which the retained bytes went is none.
+func TestBackupDuringAPromotion(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		retained := strings.TrimPrefix(w.s.rec.Load().Rollback.digest(), "sha256:")
+		err := w.data.backup(io.Discard, func(string) func() {
+			return func() { must(t, os.Remove(filepath.Join(w.s.images(), "blobs", "sha256", retained))) }
+		}, time.Now())
+		if err == nil || !strings.Contains(err.Error(), "begin again") {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// A log that lost its end is not gone on with.
+func TestAppendToALogThatLostItsEnd(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "events.jsonl")
+	must(t, appendDurably(path, 0, []byte("one\n")))
+	must(t, os.WriteFile(path, nil, 0o600))
+	if err := appendDurably(path, 4, []byte("two\n")); !errors.Is(err, errStorage) || !errors.Is(err, errCorrupt) {
+		t.Errorf("%v", err)
+	}
+	if b, _ := os.ReadFile(path); len(b) != 0 {
+		t.Errorf("%q was written", b)
+	}
 }
 
 // What the evidence contradicts is refused.

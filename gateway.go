@@ -21,6 +21,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -30,6 +31,8 @@ type gatewayConfig struct {
 	host       string // the one name it answers to
 	upstream   string // host:port of Toad's web listener
 	secretFile string // the credential, which Toad made
+
+	watchdog time.Duration // a third of it apart systemd is told that the gateway lives; 0: never
 }
 
 // How large a page may be, and how long it may take.
@@ -53,10 +56,22 @@ func gateway(ctx context.Context, cfg gatewayConfig, log *slog.Logger) error {
 	go func() { served <- srv.Serve(ln) }()
 	notify("READY=1")
 	log.Info("serving", "socket", cfg.socket, "host", cfg.host, "upstream", cfg.upstream)
-	select {
-	case err := <-served:
-		return fmt.Errorf("serving %s: %w", cfg.socket, err)
-	case <-ctx.Done():
+	// As in serve: this loop waits for nobody.
+	var alive <-chan time.Time
+	if cfg.watchdog > 0 {
+		tick := time.NewTicker(cfg.watchdog / 3)
+		defer tick.Stop()
+		alive = tick.C
+	}
+	for end := false; !end; {
+		select {
+		case err := <-served:
+			return fmt.Errorf("serving %s: %w", cfg.socket, err)
+		case <-ctx.Done():
+			end = true
+		case <-alive:
+			notify("WATCHDOG=1")
+		}
 	}
 	notify("STOPPING=1")
 	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
@@ -74,6 +89,7 @@ func webServer(h http.Handler, log *slog.Logger) *http.Server {
 // gatewayHandler answers what may be asked, and passes on nothing that the client said but the path and
 // which form it takes.
 func gatewayHandler(cfg gatewayConfig, secret string, log *slog.Logger) http.Handler {
+	var told minutely
 	proxy := &httputil.ReverseProxy{
 		Transport: &http.Transport{
 			DialContext:           (&net.Dialer{Timeout: 3 * time.Second}).DialContext,
@@ -99,7 +115,7 @@ func gatewayHandler(cfg gatewayConfig, secret string, log *slog.Logger) http.Han
 			return nil
 		},
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
-			if !errors.Is(err, context.Canceled) {
+			if !errors.Is(err, context.Canceled) && told.now() {
 				log.Error("asking toad", "path", r.URL.Path, "err", err)
 			}
 			writePage(w, log, http.StatusBadGateway, "error", errorPage{"Toad does not answer", "It may be starting again. What it deployed runs on without it."})
@@ -165,7 +181,7 @@ type privatePeers struct {
 	net.Listener
 	subnets func() []subnet
 	log     *slog.Logger
-	told    time.Time // when one was last closed and the log said so
+	told    minutely
 }
 
 func (l *privatePeers) Accept() (net.Conn, error) {
@@ -175,11 +191,26 @@ func (l *privatePeers) Accept() (net.Conn, error) {
 			return c, err
 		}
 		c.Close()
-		if time.Since(l.told) > time.Minute { // whoever can connect must not fill the journal
-			l.told = time.Now()
+		if l.told.now() {
 			l.log.Warn("connection to the page closed", "peer", c.RemoteAddr().String())
 		}
 	}
+}
+
+// minutely lets something be told at most once a minute: whoever can connect must not fill the journal.
+type minutely struct {
+	mu   sync.Mutex
+	last time.Time
+}
+
+func (m *minutely) now() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if time.Since(m.last) < time.Minute {
+		return false
+	}
+	m.last = time.Now()
+	return true
 }
 
 func isInside(peer net.Addr, subnets []subnet) bool {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -16,6 +17,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -235,6 +237,58 @@ func TestGatewaySocket(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Errorf("ended with %v", err)
 	}
+}
+
+// systemd hears READY=1 of the gateway, and then a sign of life at least each period, whether or not Toad is there.
+func TestGatewayWatchdog(t *testing.T) {
+	dir, err := os.MkdirTemp("", "gw") // the paths of sockets have to be short
+	must(t, err)
+	defer os.RemoveAll(dir)
+	at := func(name string) string { return filepath.Join(dir, name) }
+	must(t, os.WriteFile(at("secret"), []byte("s3cret"), 0o600))
+	said, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: at("notify"), Net: "unixgram"})
+	must(t, err)
+	defer said.Close()
+	t.Setenv("NOTIFY_SOCKET", at("notify"))
+
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	ended := make(chan error, 1)
+	cfg := gatewayConfig{socket: at("s"), host: "toad.example.org", upstream: "127.0.0.1:1", secretFile: at("secret"), watchdog: 2 * time.Second}
+	go func() { ended <- gateway(ctx, cfg, slog.New(slog.NewTextHandler(testWriter{t}, nil))) }()
+	for i, want := range []string{"READY=1", "WATCHDOG=1", "WATCHDOG=1", "STOPPING=1"} {
+		if want == "STOPPING=1" {
+			stop()
+		}
+		b := make([]byte, 64)
+		must(t, said.SetReadDeadline(time.Now().Add(10*time.Second)))
+		begun := time.Now()
+		n, err := said.Read(b)
+		must(t, err)
+		if got := string(b[:n]); got != want || i > 0 && time.Since(begun) > cfg.watchdog {
+			t.Errorf("it said %q after %s, want %q within %s", got, time.Since(begun), want, cfg.watchdog)
+		}
+	}
+	must(t, <-ended)
+}
+
+// A Toad that is away is told to the journal once a minute, however often it is asked for.
+func TestGatewayTellsOnceAMinute(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var told bytes.Buffer
+		h := gatewayHandler(gatewayConfig{host: "toad.example.org", upstream: "127.0.0.1:1"}, "s3cret", slog.New(slog.NewTextHandler(&told, nil)))
+		for _, tt := range []struct {
+			after time.Duration
+			lines int
+		}{{0, 1}, {0, 1}, {59 * time.Second, 1}, {time.Second, 2}, {time.Second, 2}} {
+			time.Sleep(tt.after)
+			rec := httptest.NewRecorder()
+			h.ServeHTTP(rec, httptest.NewRequest("GET", "http://toad.example.org/", nil))
+			if n := strings.Count(told.String(), "level=ERROR"); rec.Code != http.StatusBadGateway || n != tt.lines {
+				t.Errorf("%s later: status %d, %d lines, want %d:\n%s", tt.after, rec.Code, n, tt.lines, told.String())
+			}
+		}
+	})
 }
 
 func TestPageWantsTheCredential(t *testing.T) {

@@ -253,9 +253,10 @@ func TestModuleUnitsAreGenerated(t *testing.T) {
 	}
 	units, said := generate(t, quadlets)
 	for name, want := range map[string][]string{
-		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=30s ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ",
+		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=30s ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ", " --read-only-tmpfs=false ",
 			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage},
-		"toad-gateway.service": {" --network toad ", " --env TOAD_HOST=toad.example.org ", " --pull missing ", stackImage + " gateway\n"},
+		"toad-gateway.service": {" --network toad ", " --env TOAD_HOST=toad.example.org ", " --env TOAD_WATCHDOG=30s ", " --pull missing ", " --read-only ", " --read-only-tmpfs=false ",
+			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage + " gateway\n"},
 		"toad-network.service": {"isolate=strict", " toad\n"},
 		"apps-network.service": {" apps\n"},
 		"back-network.service": {" --internal ", " back\n"},

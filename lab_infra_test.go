@@ -77,59 +77,79 @@ func TestLabImage(t *testing.T) {
 	}
 }
 
-// Toad runs as its unit says: nothing writable but its mounts, no capability and no way to one.
+// Toad and its gateway run as their units say: nothing writable but their mounts, no capability and no way to
+// one, and a watchdog that hears of them.
 func TestLabConfinement(t *testing.T) {
 	l := theLab(t)
 	l.mustCall(t, "GET", "/v1/services", nil, &wireServices{}) // it is up
-	status := l.exec(t, `cat /proc/$(podman container inspect --format '{{.State.Pid}}' toad)/status`)
-	for _, line := range []string{"CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "CapBnd:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"} {
-		if !strings.Contains(status, line+"\n") {
-			t.Errorf("%q is not in its status:\n%s", line, status)
+	for name, want := range map[string][]string{"toad": {"/data", "/quadlet", "/run/toad/bus", "/run/toad/podman"}, "toad-gateway": {"/run/toad-web"}} {
+		proc := func(file string) string {
+			return l.exec(t, "cat /proc/$(podman container inspect --format '{{.State.Pid}}' "+name+")/"+file)
 		}
-	}
-	mounts := l.exec(t, `cat /proc/$(podman container inspect --format '{{.State.Pid}}' toad)/mountinfo`)
-	var writable []string
-	for line := range strings.SplitSeq(mounts, "\n") {
-		f := strings.Fields(line)
-		if path := f[4]; !strings.HasPrefix(f[5], "ro") && !strings.HasPrefix(path, "/proc") && !strings.HasPrefix(path, "/sys") && !strings.HasPrefix(path, "/dev") {
-			writable = append(writable, path)
+		status := proc("status")
+		for _, line := range []string{"CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "CapBnd:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"} {
+			if !strings.Contains(status, line+"\n") {
+				t.Errorf("%q is not in the status of %s:\n%s", line, name, status)
+			}
 		}
-	}
-	slices.Sort(writable)
-	if want := []string{"/data", "/quadlet", "/run/toad/bus", "/run/toad/podman"}; !slices.Equal(writable, want) {
-		t.Errorf("it can write %q, want %q", writable, want)
-	}
-	if got := l.exec(t, "systemctl --user show -P WatchdogUSec toad.service"); got != "30s" {
-		t.Errorf("the watchdog's period is %s", got)
-	}
-	var told time.Time
-	l.eventuallyFor(t, 30*time.Second, "a second sign of life", func() bool {
-		at, err := time.Parse("Mon 2006-01-02 15:04:05 MST", l.exec(t, "systemctl --user show -P WatchdogTimestamp toad.service"))
-		if told.IsZero() {
-			told = at
+		var writable []string
+		for line := range strings.SplitSeq(proc("mountinfo"), "\n") {
+			f := strings.Fields(line)
+			if path := f[4]; !strings.HasPrefix(f[5], "ro") && !strings.HasPrefix(path, "/proc") && !strings.HasPrefix(path, "/sys") && !strings.HasPrefix(path, "/dev") {
+				writable = append(writable, path)
+			}
 		}
-		return err == nil && at.After(told)
-	})
+		slices.Sort(writable)
+		if !slices.Equal(writable, want) {
+			t.Errorf("%s can write %q, want %q", name, writable, want)
+		}
+		if got := l.exec(t, "systemctl --user show -P WatchdogUSec "+name+".service"); got != "30s" {
+			t.Errorf("the period of the watchdog of %s is %s", name, got)
+		}
+		var told time.Time
+		l.eventuallyFor(t, 30*time.Second, "a second sign of life of "+name, func() bool {
+			at, err := time.Parse("Mon 2006-01-02 15:04:05 MST", l.exec(t, "systemctl --user show -P WatchdogTimestamp "+name+".service"))
+			if told.IsZero() {
+				told = at
+			}
+			return err == nil && at.After(told)
+		})
+	}
 }
 
-// What hangs in Toad itself is ended by the watchdog, and nothing of the services is touched.
+// What hangs in Toad itself, or in its gateway, is ended by the watchdog, and nothing of the services is touched.
 func TestLabWatchdog(t *testing.T) {
 	l := theLab(t)
 	s := l.enroll(t, "watched", brisk)
 	s.promote(s.image("VERSION=1"))
-	before := l.exec(t, "systemctl --user show -P InvocationID toad.service")
+	before := map[string]string{}
+	for _, unit := range []string{"toad.service", "toad-gateway.service"} {
+		before[unit] = l.exec(t, "systemctl --user show -P InvocationID "+unit)
+	}
+	_, cursor, found := strings.Cut(l.exec(t, "journalctl --user -n 0 --show-cursor"), "-- cursor: ")
+	if !found {
+		t.Fatal("the journal has no cursor")
+	}
 	s.untouched(func() {
-		l.exec(t, "podman kill --signal STOP toad")
-		l.eventuallyFor(t, 90*time.Second, "Toad is started again", func() bool {
-			now, _ := l.try("systemctl", "--user", "show", "-P", "InvocationID", "toad.service")
-			state, _ := l.try("systemctl", "--user", "is-active", "toad.service")
-			return now != "" && now != before && state == "active"
-		})
+		l.exec(t, "podman kill --signal STOP toad toad-gateway")
+		for unit, invocation := range before {
+			l.eventuallyFor(t, 90*time.Second, unit+" is started again", func() bool {
+				now, _ := l.try("systemctl", "--user", "show", "-P", "InvocationID", unit)
+				state, _ := l.try("systemctl", "--user", "is-active", unit)
+				return now != "" && now != invocation && state == "active"
+			})
+		}
 	})
-	if got := l.exec(t, "journalctl --user -u toad.service -n 200 --no-pager"); !strings.Contains(got, "atchdog") {
-		t.Errorf("the journal says nothing of the watchdog:\n%s", got)
+	for unit, invocation := range before { // the unit itself has forgotten by now how its run before ended
+		got := l.exec(t, "journalctl --user --no-pager --output=cat --after-cursor='"+cursor+"' UNIT_RESULT=watchdog USER_UNIT="+unit+" USER_INVOCATION_ID="+invocation)
+		if got == "" || strings.Contains(got, "No entries") {
+			t.Errorf("%s was ended by another: %s", unit, l.exec(t, "journalctl --user --no-pager --after-cursor='"+cursor+"' -u "+unit))
+		}
 	}
 	s.promote(s.image("VERSION=2"))
+	if out := l.root(t, "curl -s -o /dev/null -w '%{http_code}' --retry 20 --retry-delay 1 --unix-socket /run/toad-web/gateway.sock http://toad.lab/"); out != "200" {
+		t.Errorf("the page is answered with %s", out)
+	}
 }
 
 // What else works on a host, in the middle of a probation and over and over: scheduled updates and garbage

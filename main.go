@@ -308,7 +308,7 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 		return nil
 	})
 	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
-	fs.DurationVar(&cfg.watchdog, "watchdog", 0, "`period` in which systemd wants a sign of life, the unit's WatchdogSec=; 0: none")
+	watchdog := watchdogFlag(fs, &cfg.watchdog)
 	return &ffcli.Command{
 		Name:       "serve",
 		ShortUsage: "toad serve [FLAGS]",
@@ -319,12 +319,23 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 			if err := wantArgs("serve", args); err != nil {
 				return err
 			}
-			if cfg.watchdog != 0 && cfg.watchdog < time.Second {
-				return usageError(fmt.Sprintf("--watchdog %v: want at least 1s", cfg.watchdog), "give it what WatchdogSec= in the unit says")
+			if err := watchdog(); err != nil {
+				return err
 			}
 			cfg.reserved = splitNames(*reserved)
 			return serve(ctx, cfg, newLog(stdout, stderr))
 		},
+	}
+}
+
+// watchdogFlag adds the flag of whoever a unit watches; what it returns judges the value.
+func watchdogFlag(fs *flag.FlagSet, period *time.Duration) func() error {
+	fs.DurationVar(period, "watchdog", 0, "`period` in which systemd wants a sign of life, the unit's WatchdogSec=; 0: none")
+	return func() error {
+		if *period != 0 && *period < time.Second {
+			return usageError(fmt.Sprintf("--watchdog %v: want at least 1s", *period), "give it what WatchdogSec= in the unit says")
+		}
+		return nil
 	}
 }
 
@@ -335,6 +346,7 @@ func gatewayCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.host, "host", "", "the one host `name` that is answered to, as browsers send it")
 	fs.StringVar(&cfg.upstream, "upstream", "toad:8441", "`address` of the page on the private network")
 	fs.StringVar(&cfg.secretFile, "secret-file", "/run/toad-gateway/secret", "`file` with the credential that toad serve made")
+	watchdog := watchdogFlag(fs, &cfg.watchdog)
 	return &ffcli.Command{
 		Name:       "gateway",
 		ShortUsage: "toad gateway --host NAME [FLAGS]",
@@ -343,6 +355,9 @@ func gatewayCmd(stdout, stderr io.Writer) *ffcli.Command {
 		Options:    envFlags(),
 		Exec: func(ctx context.Context, args []string) error {
 			if err := wantArgs("gateway", args); err != nil {
+				return err
+			}
+			if err := watchdog(); err != nil {
 				return err
 			}
 			if cfg.host == "" {

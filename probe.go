@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -123,8 +124,13 @@ func identify(ctx context.Context, u units, c containers, rev *revision, ref ref
 const maxProbeBody = 64 << 10
 
 // httpProbe asks the instance itself: no proxy, no redirect, no kept connection, no compression, and
-// no answer out of a cache.
-func httpProbe(ctx context.Context, t target) error {
+// no answer out of a cache. Over https it is trusted by roots; nil means the machine's own, of which Toad's
+// image has none.
+func httpProbe(roots *x509.CertPool) probeFunc {
+	return func(ctx context.Context, t target) error { return askOnce(ctx, t, roots) }
+}
+
+func askOnce(ctx context.Context, t target, roots *x509.CertPool) error {
 	scheme := t.Scheme
 	if scheme == "" {
 		scheme = "http"
@@ -134,25 +140,32 @@ func httpProbe(ctx context.Context, t target) error {
 	if err != nil {
 		return notReady("the enrolled readiness path makes no request")
 	}
+	name := t.Host // a certificate and SNI know no port
 	if t.Host != "" {
 		req.Host = t.Host
+		if host, _, err := net.SplitHostPort(t.Host); err == nil {
+			name = host
+		}
 	}
 	req.Header.Set("Cache-Control", "no-store")
 	req.Header.Set("User-Agent", "toad")
 	tr := &http.Transport{
 		Proxy: nil, DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: 64 << 10,
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: t.Insecure, ServerName: t.Host}, // #nosec G402: enrolled for a certificate of its own
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: t.Insecure, RootCAs: roots, ServerName: name}, // #nosec G402: enrolled for a certificate of its own
 	}
 	defer tr.CloseIdleConnections()
 	resp, err := tr.RoundTrip(req) // one exchange: a redirect is an answer like any other
 	var op *net.OpError
+	var cert *tls.CertificateVerificationError
 	switch {
 	case ctx.Err() != nil:
 		return notReady(fmt.Sprintf("no answer within %s at %s", time.Duration(t.Timeout), where))
 	case errors.As(err, &op) && op.Op == "dial":
 		return notReady("nothing accepts connections at " + where)
+	case errors.As(err, &cert):
+		return notReady("its certificate is not trusted, or is for another name, at " + where)
 	case err != nil:
-		return notReady("no HTTP answer at " + where)
+		return notReady(fmt.Sprintf("no %s answer at %s", strings.ToUpper(scheme), where))
 	}
 	defer resp.Body.Close()
 	if _, err := io.Copy(io.Discard, io.LimitReader(resp.Body, maxProbeBody)); err != nil {

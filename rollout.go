@@ -261,6 +261,9 @@ func (s *service) fail(err error, h *held) error {
 	}
 	s.log.Warn("operation failed", "operation", s.op().ID, "err", err)
 	if err := s.commit(func(r *record) error {
+		if r.Operation.State == rollingBack && r.Current != nil {
+			r.Installed = false // what lies there may be the candidate's: the current revision's is put back, and not started
+		}
 		r.Operation.State, r.Operation.Failure, r.Held = hasFailed, &f, h
 		return nil
 	}, events...); err != nil {
@@ -1169,7 +1172,7 @@ func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (st
 		case o.ready():
 			return "", s.commit(func(r *record) error {
 				r.addContainer(o.container)
-				r.Watch = restarts{Invocation: o.status.InvocationID, NRestarts: o.status.NRestarts}
+				r.Watch = restarts{Count: r.Watch.Count, Invocation: o.status.InvocationID, NRestarts: o.status.NRestarts}
 				return nil
 			})
 		case o.status.stopped():

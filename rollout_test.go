@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -668,6 +669,60 @@ func TestFailedRollbackIsTerminal(t *testing.T) {
 			t.Error("something was tried again")
 		}
 		w.expectRuns(first.Candidate.Image) // left to systemd
+	})
+}
+
+// The target cannot be put in place, so the rollback fails. The unit on the host is the current revision's
+// again, for a boot, and nothing is started by Toad.
+func TestFailedRollbackLeavesTheCurrentUnit(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		op := w.submit(w.push("bad", app{exitAfter: time.Second}))
+		w.awaitState(op.ID, inProbation)
+		w.set(func() {
+			maps.DeleteFunc(w.h.images, func(ref, _ string) bool { return ref == first.Candidate.Image })
+			w.h.mutate = func(name string) (bool, error) {
+				if name == "load image" {
+					return false, errors.New("no space left on device")
+				}
+				return true, nil
+			}
+		})
+		op = w.await(op.ID)
+		w.expect(op, hasFailed, "rollback_failed")
+		starts := len(w.starts)
+		w.until("installed", func(r *record) bool { return r.Installed })
+		unit, err := os.ReadFile(w.s.unitPath("hello.container"))
+		must(t, err)
+		if !strings.Contains(string(unit), "Image="+first.Candidate.Image) || !strings.Contains(string(unit), "[Install]") {
+			t.Errorf("the unit in place:\n%s", unit)
+		}
+		w.restart()
+		time.Sleep(time.Hour)
+		if len(w.starts) != starts {
+			t.Error("something was tried again")
+		}
+		w.expectRuns()
+		w.stop()
+		w.set(func() { w.h.mutate = nil; w.h.images[first.Candidate.Image] = first.Candidate.ConfigID })
+		w.h.reboot()
+		w.start()
+		time.Sleep(time.Minute)
+		w.expectRuns(first.Candidate.Image)
+	})
+}
+
+// What was counted of the current revision is not forgotten by a rollback to it.
+func TestRestartsAreCountedOverARollback(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		w.h.kill("hello.service")
+		w.until("counted", func(r *record) bool { return r.Watch.Count == 1 })
+		w.expect(w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID), rolledBack, "restart_budget")
+		time.Sleep(time.Minute)
+		if n := w.s.rec.Load().Watch.Count; n != 1 {
+			t.Errorf("%d restarts since the promotion", n)
+		}
 	})
 }
 

@@ -37,6 +37,7 @@ type daemon struct {
 	services map[string]*service
 
 	tokens tokenIndex
+	conns  chan struct{} // a token in it for each connection over TCP
 }
 
 // all returns the services sorted by name.
@@ -185,11 +186,18 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	sd, pod := newSystemd(cfg.bus), newPodman(cfg.podman)
 	own := &self{podman: pod}
 	reg := &registry{authFile: cfg.authFile, caFile: cfg.caFile, plainHTTP: cfg.plainHTTP}
+	roots, err := reg.roots()
+	if err != nil { // the registry asks again; a service that is asked over https is not ready without
+		log.Error("reading the certificates that readiness over https is trusted by", "err", err)
+	}
 	rctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	defer cancel()
 	d := &daemon{data: data, log: log, stopping: make(chan struct{}), ctx: rctx, services: map[string]*service{}}
+	defer func() { // nothing is written once the directory is another's
+		cancel()
+		d.wg.Wait()
+	}()
 	d.host = &host{
-		units: sd, containers: pod, wall: time.Now, boot: bootTime, bootID: kernelBootID, probe: httpProbe, quadlets: cfg.quadlets,
+		units: sd, containers: pod, wall: time.Now, boot: bootTime, bootID: kernelBootID, probe: httpProbe(roots), quadlets: cfg.quadlets,
 		fetch: func(ctx context.Context, dir, image string, limit byteSize) (imageInfo, error) {
 			return reg.fetch(ctx, dir, image, limit, "linux/"+runtime.GOARCH, reserveSize)
 		},
@@ -232,7 +240,8 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		if err != nil {
 			return fmt.Errorf("listening for holders of tokens: %w", err)
 		}
-		start(&ownPeers{Listener: tcp, log: log, own: net.InterfaceAddrs, slots: make(chan struct{}, maxConns)}, d.tcpHandler())
+		d.conns = make(chan struct{}, maxConns)
+		start(&ownPeers{Listener: tcp, log: log, own: net.InterfaceAddrs, slots: d.conns}, d.tcpHandler())
 	}
 	if cfg.webListen != "" {
 		page := webServer(nil, log)
@@ -248,8 +257,8 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	log.Info("serving", "socket", ln.Addr().String(), "listen", cfg.listen, "services", len(d.all()))
 
 	d.wg.Go(func() { data.own.tally.run(rctx, func() error { return data.own.write() }) })
-	go d.saveUsesUntil(rctx)
-	go d.lookUntil(rctx)
+	d.wg.Go(func() { d.saveUsesUntil(rctx) })
+	d.wg.Go(func() { d.lookUntil(rctx) })
 	go func() {
 		for own.ask(rctx) != nil && rctx.Err() == nil { // a Podman that does not answer holds up nothing
 			time.Sleep(time.Second)
@@ -288,7 +297,9 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
 	defer stop()
 	for _, srv := range servers {
-		_ = srv.Shutdown(sctx)
+		if srv.Shutdown(sctx) != nil {
+			_ = srv.Close() // nothing is answered from records that the next one may write
+		}
 	}
 	cancel()
 	d.wg.Wait()
@@ -457,8 +468,9 @@ var kernelBootID = sync.OnceValue(func() string {
 // names, and no private network.
 type self struct {
 	podman *podman
+	asking sync.Mutex // one inspection at a time
 
-	mu      sync.Mutex
+	mu      sync.Mutex // never held across a call to Podman
 	mounts  map[string]string
 	subnets []subnet
 	asked   bool
@@ -469,9 +481,12 @@ const privateNetwork = "toad"
 
 // ask inspects once; a failure is not remembered.
 func (s *self) ask(ctx context.Context) error {
+	s.asking.Lock()
+	defer s.asking.Unlock()
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.asked {
+	asked := s.asked
+	s.mu.Unlock()
+	if asked {
 		return nil
 	}
 	name, err := os.Hostname() // the first 12 digits of the container's id, unless HostName= is set
@@ -486,6 +501,8 @@ func (s *self) ask(ctx context.Context) error {
 	if err != nil && !errors.Is(err, errNotFound) {
 		return err
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.mounts, s.subnets, s.asked = mounts, subnets, true
 	return nil
 }

@@ -203,6 +203,15 @@ func (s *service) incarnation(ctx context.Context) error {
 func (s *service) open() error {
 	s.mu.Lock() // whoever still holds a record from before commits before this or fails
 	r, err := s.read()
+	if err == nil {
+		var log *operationLog
+		if r.Operation != nil {
+			log = s.data.openLog(s.name, r.Operation.ID)
+		}
+		s.live.Lock()
+		s.live.log = log
+		s.live.Unlock()
+	}
 	s.mu.Unlock()
 	if err != nil {
 		return err
@@ -212,10 +221,6 @@ func (s *service) open() error {
 	s.live.unavailable = nil
 	s.live.recent = recent
 	s.live.health = health{state: "unknown"} // what was seen before counts no more
-	s.live.log = nil
-	if r.Operation != nil {
-		s.live.log = s.data.openLog(s.name, r.Operation.ID)
-	}
 	s.live.Unlock()
 	s.notify()
 	return nil
@@ -252,6 +257,7 @@ func (s *service) read() (*record, error) {
 		a.settle(err == nil && err2 == nil && bytes.Equal(is, tried))
 	}
 	s.broken, s.unsure = nil, nil
+	s.recount(r)
 	if old := s.ev.Swap(ev); old != nil {
 		old.wake() // who waits for more of it goes on with the new one
 	}
@@ -321,7 +327,12 @@ func (o *operation) raisesBarrier(from state) bool {
 }
 
 // op is the operation under way or last ended. The record it belongs to is never changed, only replaced.
-func (s *service) op() *operation { return s.rec.Load().Operation }
+func (s *service) op() *operation {
+	if r := s.rec.Load(); r != nil {
+		return r.Operation
+	}
+	return nil
+}
 
 // commit replaces service.json by what change makes of it, together with the events that this makes
 // known. It is durable when it returns nil, the event log included. An error of change is returned as
@@ -398,17 +409,18 @@ func (s *service) commitLocked(change func(r *record) error, events ...event) (e
 		return err
 	}
 	settle(true)
-	s.rec.Store(r)
-	err = s.data.withReserve(func() error { return ev.append(r.Events) })
 	if r.Operation != nil && (old.Operation == nil || old.Operation.ID != r.Operation.ID) {
+		log := s.data.openLog(s.name, r.Operation.ID)
 		s.live.Lock()
 		if old.Operation != nil {
 			s.live.recent = append([]pastOperation{pastOf(old.Operation, s.live.log)}, s.live.recent[:min(len(s.live.recent), maxRecent-1)]...)
 		}
-		s.live.log = s.data.openLog(s.name, r.Operation.ID)
+		s.live.log = log // before the operation is seen
 		s.live.readyFor = 0
 		s.live.Unlock()
 	}
+	s.rec.Store(r)
+	err = s.data.withReserve(func() error { return ev.append(r.Events) })
 	if op := r.Operation; op != nil && op.State.terminal() && (old.Operation == nil || old.Operation.State != op.State) {
 		s.live.Lock()
 		s.live.outcomes[op.State]++
@@ -451,10 +463,11 @@ func (s *service) now() time.Time { return s.host.wall().UTC().Truncate(time.Mil
 // say adds a line to the operation's log, and the same to the journal.
 func (s *service) say(code string, args ...any) {
 	op := s.op()
-	s.live.Lock()
-	l := s.live.log
-	s.live.Unlock()
-	if op == nil || l == nil {
+	if op == nil {
+		return
+	}
+	l := s.logOf(op.ID)
+	if l == nil {
 		return
 	}
 	l.say(s.now(), op.State, code, args...)
@@ -639,14 +652,9 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 	if o, err := s.known(sub, r); o != nil || err != nil {
 		return o, o != nil, err
 	}
-	for _, err := range s.admission(sub, r, en, enErr, s.data.room) {
+	for _, err := range s.admission(sub, r, en, enErr, bearer.exhausted(s.now()), s.data.room) {
 		if err != nil {
 			return nil, false, err
-		}
-	}
-	if bearer != nil {
-		if wait := bearer.exhausted(s.now()); wait > 0 {
-			return nil, false, tooMany(wait, "this token began %d deployments within an hour", tokenDeployments)
 		}
 	}
 	image := sub.wants(r)
@@ -656,8 +664,12 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		}
 	}
 	now := s.now()
+	after := now // ids sort by time, whatever the wall clock does
+	if r.Operation != nil && !after.After(idTime(r.Operation.ID)) {
+		after = idTime(r.Operation.ID).Add(time.Millisecond)
+	}
 	o := &operation{
-		ID: newOperationID(now), Kind: sub.kind, Key: sub.key, RequestHash: sub.hash, RequestedBy: sub.actor, Enrollment: en.Hash, Expected: sub.expected,
+		ID: newOperationID(after), Kind: sub.kind, Key: sub.key, RequestHash: sub.hash, RequestedBy: sub.actor, Enrollment: en.Hash, Expected: sub.expected,
 		Candidate: reference{Generation: r.NextGeneration, Image: image},
 		Previous:  r.Current, State: preparing, Timeline: []transition{{preparing, now}}, CreatedAt: now, UpdatedAt: now,
 		FetchDeadline:    s.after(time.Duration(en.FetchDeadline)),
@@ -724,8 +736,9 @@ func (sub submission) wants(r *record) string {
 }
 
 // admission makes the checks between a new request and its acceptance, each when it is asked for, in the
-// order that is part of the API. A nil error is a check that it passes.
-func (s *service) admission(sub submission, r *record, en enrolled, enErr error, room func() error) iter.Seq2[string, error] {
+// order that is part of the API. A nil error is a check that it passes. exhausted is how long the token of
+// the request has had its share.
+func (s *service) admission(sub submission, r *record, en enrolled, enErr error, exhausted time.Duration, room func() error) iter.Seq2[string, error] {
 	checks := []struct {
 		name string
 		make func() error
@@ -790,6 +803,12 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 				e := refuse("stale_generation", "expected_generation is %d, the current generation is %d", sub.expected, r.Generation)
 				e.CurrentGeneration = &r.Generation
 				return e
+			}
+			return nil
+		}},
+		{"token", func() error {
+			if exhausted > 0 {
+				return tooMany(exhausted, "this token began %d deployments within an hour", tokenDeployments)
 			}
 			return nil
 		}},

@@ -164,6 +164,11 @@ type operation struct {
 	Failure           *failure `json:"failure"`
 }
 
+// reached tells that the operation was in this state.
+func (o *operation) reached(st state) bool {
+	return slices.ContainsFunc(o.Timeline, func(t transition) bool { return t.State == st })
+}
+
 // held is set while an instance is not proven dead and nothing may be started.
 type held struct {
 	Operation string    `json:"operation_id"`

@@ -638,7 +638,7 @@ func TestDryRun(t *testing.T) {
 		}
 		next := w.push("hello", "3", app{})
 		d := try("hello", next, 1, "new")
-		want("good", d, true, "key, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation, room, image")
+		want("good", d, true, "key, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation, token, room, image")
 		if d.Generation != 3 || d.Current.Generation != 1 || d.Candidate.Digest != digestOf(next) || d.FailedBefore != nil || d.Target == nil || !d.Target.Ready {
 			t.Errorf("%+v, target %+v", d, d.Target)
 		}
@@ -648,12 +648,12 @@ func TestDryRun(t *testing.T) {
 		if d = try("hello", bad, 1, "new"); d.FailedBefore == nil || d.FailedBefore.OperationID != failed.ID || d.FailedBefore.Code != "restart_budget" {
 			t.Errorf("failed before: %+v", d.FailedBefore)
 		}
-		want("used key, stale", try("hello", image, 7, "k1"), false, "key=refused key_reused, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation=refused stale_generation, room, image")
-		want("foreign", try("hello", strings.Replace(image, "hello", "other", 1), 1, "new"), false, "key, shutting_down, enrollment, repository=refused repository_not_allowed, suspended, held, barrier, rollout, generation, room, image=skipped")
+		want("used key, stale", try("hello", image, 7, "k1"), false, "key=refused key_reused, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation=refused stale_generation, token, room, image")
+		want("foreign", try("hello", strings.Replace(image, "hello", "other", 1), 1, "new"), false, "key, shutting_down, enrollment, repository=refused repository_not_allowed, suspended, held, barrier, rollout, generation, token, room, image=skipped")
 		missing := "registry.example.org/apps/hello@" + sha([]byte("nothing"))
-		want("missing", try("hello", missing, 1, "new"), false, "key, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation, room, image=refused fetch_failed")
+		want("missing", try("hello", missing, 1, "new"), false, "key, shutting_down, enrollment, repository, suspended, held, barrier, rollout, generation, token, room, image=refused fetch_failed")
 		d = try("broken", strings.Replace(image, "hello", "broken", 1), 0, "new")
-		want("broken", d, false, "key, shutting_down, enrollment=refused enrollment_invalid, repository=skipped, suspended, held, barrier, rollout, generation, room, image=skipped")
+		want("broken", d, false, "key, shutting_down, enrollment=refused enrollment_invalid, repository=skipped, suspended, held, barrier, rollout, generation, token, room, image=skipped")
 		if d.Target != nil || d.Current != nil {
 			t.Errorf("%+v", d)
 		}
@@ -669,7 +669,7 @@ func TestDryRun(t *testing.T) {
 		en.Template = []byte(strings.Replace(string(en.Template), canary, canary+"-too", 1) + "\n[Service]\nRestart=always\n")
 		s.enroll = func() (enrolled, error) { return en, nil }
 		for _, local := range []bool{true, false} {
-			d, err := s.dryRun(t.Context(), submission{kind: "deploy", image: next, expected: 1, key: "new", hash: "h", actor: "token:x"}, local)
+			d, err := s.dryRun(t.Context(), submission{kind: "deploy", image: next, expected: 1, key: "new", hash: "h", actor: "local"}, local)
 			must(t, err)
 			b, err := json.Marshal(d)
 			must(t, err)

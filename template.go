@@ -467,6 +467,10 @@ func (e *enrolled) checkMounts(u unitText, opts enrollOptions, bad func(line int
 		if at == "/var/run" || strings.HasPrefix(at, "/var/run/") {
 			at = strings.TrimPrefix(at, "/var")
 		}
+		if within(at, "/proc") || within(at, "/dev/fd") { // some of it leads anywhere
+			bad(m.no, "%s=%s: where this leads depends on who follows it: use the path itself", m.key, m.source)
+			continue
+		}
 		for _, g := range append([]string{"/run/user"}, guarded...) {
 			if g = path.Clean(g); within(at, g) || within(g, at) {
 				bad(m.no, "%s=%s reaches %s, which is not for services: use a path elsewhere or a named volume", m.key, m.source, g)

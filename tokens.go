@@ -127,8 +127,43 @@ func (t *token) valid(now time.Time) bool {
 	return t.ended.Err() == nil && (t.ExpiresAt == nil || now.Before(*t.ExpiresAt))
 }
 
+// recount takes up from the records, under mu, what was accepted for the tokens within the last hour: a
+// restart of Toad gives none of them more.
+func (s *service) recount(r *record) {
+	ids, err := s.data.operationIDs(s.name)
+	if err != nil {
+		s.log.Warn("counting the deployments of the last hour", "err", err)
+	}
+	now, byToken := s.now(), map[string][]time.Time{}
+	count := func(op *operation) {
+		if now.Sub(op.CreatedAt) < time.Hour {
+			byToken[op.RequestedBy] = append(byToken[op.RequestedBy], op.CreatedAt)
+		}
+	}
+	for _, id := range ids { // newest first
+		if now.Sub(idTime(id)) >= time.Hour {
+			break
+		}
+		if op, err := s.data.operation(s.name, id); err == nil && (r.Operation == nil || r.Operation.ID != id) {
+			count(op)
+		}
+	}
+	if r.Operation != nil {
+		count(r.Operation)
+	}
+	for _, t := range s.issued {
+		if len(t.accepted) == 0 {
+			t.accepted = byToken["token:"+t.ID]
+			slices.SortFunc(t.accepted, time.Time.Compare)
+		}
+	}
+}
+
 // exhausted tells how long no further deployment of the token is accepted.
 func (t *token) exhausted(now time.Time) time.Duration {
+	if t == nil { // a local caller has no bound
+		return 0
+	}
 	t.accepted = slices.DeleteFunc(t.accepted, func(at time.Time) bool { return now.Sub(at) >= time.Hour })
 	if len(t.accepted) < tokenDeployments {
 		return 0

@@ -724,6 +724,10 @@ func TestTokenLimits(t *testing.T) {
 				t.Fatalf("one more: %v", err)
 			}
 			w.await(w.submit(image).ID) // not that token's
+			w.restart()
+			if err := try("after a restart"); !errors.As(err, &e) || e.Code != "too_many_requests" {
+				t.Fatalf("after a restart: %v", err)
+			}
 			time.Sleep(e.retry)
 			must(t, try("later"))
 		})

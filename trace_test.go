@@ -146,7 +146,10 @@ func parseTrace(trace string) []tracedCall {
 // directory of the service.
 func acceptance(calls []tracedCall, name string) (between []tracedCall, service string, err error) {
 	find := func(marker string) int {
-		return slices.IndexFunc(calls, func(c tracedCall) bool { return strings.Contains(c.text, `"/toad-marker/`+marker) })
+		// A program that is copied is written, and has the marks in it.
+		return slices.IndexFunc(calls, func(c tracedCall) bool {
+			return strings.HasPrefix(c.text, "openat(") && strings.Contains(c.text, `"/toad-marker/`+marker)
+		})
 	}
 	data, begin, answer := find("data"), find(name+"-begin"), find(name+"-answer")
 	if data < 0 || begin < 0 || answer < begin {

@@ -150,8 +150,8 @@ func (s *service) tell(typ, detail string) error {
 
 // currentOperation is the operation that made the current revision.
 func (s *service) currentOperation() string {
-	if c := s.rec.Load().Current; c != nil {
-		return c.Operation
+	if r := s.rec.Load(); r != nil && r.Current != nil {
+		return r.Current.Operation
 	}
 	return ""
 }
@@ -207,14 +207,17 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 	if err != nil {
 		return err
 	}
-	// The current revision's own operation: a later one may have failed before it touched anything.
+	// The current revision's own operation: a later one may have failed before it touched anything. One that
+	// could not put the current revision back has said so, and nothing starts it but a boot or an operator.
 	op := s.op()
+	tried := false
 	if id := s.currentOperation(); op == nil || op.ID != id {
+		tried = op != nil && op.reached(rollingBack)
 		if op, err = s.data.operation(s.name, id); err != nil && !errors.Is(err, errNotFound) {
 			return err
 		}
 	}
-	if st.stopped() && op != nil && op.State == promoted && op.Boot != boot {
+	if st.stopped() && !tried && op != nil && op.State == promoted && op.Boot != boot {
 		// A boot fell between the promotion and this: the candidate's form starts nothing at boot. What
 		// is started is the current revision; it is no rollout.
 		if err := s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline))); err != nil {

@@ -1,6 +1,7 @@
 // web.go is the read-only page: every service at a glance, and one service with its operations. What it
 // shows is what any token of the service may read, and what was last seen of the unit and the container.
-// Nothing can be changed through it, and it asks the host nothing.
+// Nothing can be changed through it, and it asks neither the host nor the disk: a service that was enrolled
+// within lookInterval is not there yet.
 package main
 
 import (
@@ -34,6 +35,7 @@ const (
 // webPage is what a page shows, and the same is served as JSON.
 type webPage struct {
 	Host     string       `json:"host"` // as the reader named it
+	Self     string       `json:"self"` // where the same is as JSON
 	Version  string       `json:"version"`
 	At       wireTime     `json:"at"`
 	Services []webService `json:"services"`
@@ -42,6 +44,8 @@ type webPage struct {
 // webService is a service as any of its tokens may read it, with what was last seen of its instance.
 type webService struct {
 	wireService
+	Known      bool           `json:"known"`     // its records were read: without them what is missing is not known
+	Untouched  bool           `json:"untouched"` // the rollout under way has not begun to stop what runs
 	Status     webStatus      `json:"status"`
 	Unit       *webUnit       `json:"unit"`      // null: not looked at yet
 	Container  *webContainer  `json:"container"` // null: not looked at yet
@@ -136,12 +140,19 @@ func (l looking) Containers(ctx context.Context, service, unit, name string) ([]
 func (l looking) Container(ctx context.Context, nameOrID string) (container, error) {
 	c, err := l.containers.Container(ctx, nameOrID)
 	switch {
-	case err == nil && c.Unit != "": // another one's, of that name, is not shown
+	case err == nil && l.isOwn(c.Unit): // another one's, of that name, is not shown
 		l.sawContainer(c)
 	case errors.Is(err, errNotFound):
 		l.sawContainer(container{})
 	}
 	return c, err
+}
+
+// isOwn tells that a unit is the one that the service looked at.
+func (l looking) isOwn(unit string) bool {
+	l.s.live.Lock()
+	defer l.s.live.Unlock()
+	return unit != "" && unit == l.s.live.unit.name
 }
 
 func (l looking) sawContainer(c container) {
@@ -186,7 +197,11 @@ func (s *service) readRecent(r *record) []pastOperation {
 
 // web is the service as its page shows it, from memory.
 func (s *service) web(operations bool) webService {
-	v := webService{wireService: s.view(false)}
+	r := s.rec.Load()
+	v := webService{wireService: s.view(false), Known: r != nil}
+	if op := v.ActiveOperation; op != nil && r != nil && r.Operation != nil && r.Operation.ID == op.ID {
+		v.Untouched = state(op.State) == preparing || state(op.State) == activating && r.Operation.State == activating && r.Operation.Step == ""
+	}
 	v.Status = statusOf(v.wireService)
 	s.live.Lock()
 	u, c, recent, log := s.live.unit, s.live.container, s.live.recent, s.live.log
@@ -607,11 +622,12 @@ func (d *daemon) webHandler() http.Handler {
 		name, asJSON := strings.CutSuffix(r.URL.Path, ".json")
 		view := ""
 		if one, ok := strings.CutPrefix(name, "/services/"); ok {
-			if s, err := d.service(one); err == nil {
-				view, page.Services = "service", append(page.Services, s.web(true))
+			if s := d.known(one); s != nil {
+				view, page.Self = "service", name+".json"
+				page.Services = append(page.Services, s.web(true))
 			}
 		} else if r.URL.Path == "/" || r.URL.Path == "/index.json" {
-			view = "overview"
+			view, page.Self = "overview", "/index.json"
 			for _, s := range d.all() {
 				page.Services = append(page.Services, s.web(false))
 			}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -58,7 +59,19 @@ func webScenes(t *testing.T) map[string]webScene {
 		time.Sleep(20 * time.Minute)
 		scene("ready")
 
+		slow := func(by time.Duration) {
+			w.h.mu.Lock()
+			defer w.h.mu.Unlock()
+			w.h.onFetch = func(context.Context, string) error {
+				time.Sleep(by)
+				return nil
+			}
+		}
+		slow(30 * time.Second)
 		op := w.deploy("hello", w.push("hello", "3", app{exitAfter: 5 * time.Second, exitOnce: true, readyAfter: time.Second}), 2, "webkey-k3")
+		time.Sleep(10 * time.Second)
+		scene("preparing")
+		slow(0)
 		w.await(op.ID, "probation")
 		time.Sleep(20 * time.Second)
 		scene("probation")
@@ -78,6 +91,11 @@ func webScenes(t *testing.T) map[string]webScene {
 		time.Sleep(30 * time.Second)
 		scene("held")
 		w.set("other", func(a *app) { a.unkillable = false })
+
+		w.end()
+		must(t, os.WriteFile(filepath.Join(w.dir, "services", "other", "service.json"), []byte("{"), 0o600))
+		w.begin()
+		scene("lost")
 	})
 	return scenes
 }
@@ -103,6 +121,7 @@ func TestBrowserPages(t *testing.T) {
 		{"overview-new", "/new/"}, {"overview-ready", "/ready/"}, {"overview-probation", "/probation/"}, {"overview-held", "/held/"},
 		{"service-ready", "/ready/services/hello"}, {"service-probation", "/probation/services/hello"}, {"service-rolling-back", "/rolling-back/services/hello"},
 		{"service-rolled-back", "/rolled-back/services/hello"}, {"service-held", "/held/services/other"}, {"service-broken", "/ready/services/broken"},
+		{"service-lost", "/lost/services/other"}, {"service-preparing", "/preparing/services/hello"},
 	} {
 		for i, with := range []struct {
 			name          string
@@ -166,8 +185,9 @@ func TestBrowserFollows(t *testing.T) {
 
 		bad := deploy("bad", app{readyAfter: time.Second, exitAfter: 1500 * time.Millisecond})
 		see("restarted 2 times")
-		text = see("Ended") // of the newest, which is open
-		wantParts(t, "the page after a rollback", text, "Rolled back", "restart_budget", "the budget is 1", fmt.Sprintf("Generation %d", good.Generation), bad.Candidate.Digest[7:19])
+		text = b.untilIn("#op-"+bad.ID, 20*time.Second, "Ended", !script) // the newest, which is open
+		wantParts(t, "the operation after a rollback", text, "Rolled back", "restart_budget", "the budget is 1", bad.Candidate.Digest[7:19])
+		wantParts(t, "the page after a rollback", b.text(), fmt.Sprintf("Generation %d", good.Generation))
 		b.shot(fmt.Sprintf("rolled-back-live-script-%v", script))
 	}
 	b.clean()
@@ -311,6 +331,114 @@ func TestPageAndItsJSONAreOne(t *testing.T) {
 	}
 }
 
+// TestPageLeadsToItsJSON: each page's link is to what says the same.
+func TestPageLeadsToItsJSON(t *testing.T) {
+	for name, scene := range webScenes(t) {
+		_, path, _ := strings.Cut(name[1:], "/")
+		want := "/" + path + ".json"
+		if path == "" {
+			want = "/index.json"
+		}
+		if !strings.Contains(scene.html, `href="`+want+`">This page as JSON`) {
+			t.Errorf("%s does not lead to %s", name, want)
+		}
+	}
+}
+
+// TestPageSaysWhatItKnows: without its records nothing of a service is said to be none, and while a rollout has
+// not touched what runs, the readiness of that is shown.
+func TestPageSaysWhatItKnows(t *testing.T) {
+	scenes := webScenes(t)
+	part := func(scene, from string) string {
+		t.Helper()
+		_, rest, ok := strings.Cut(scenes[scene].html, from)
+		if !ok {
+			t.Fatalf("%s has no %s", scene, from)
+		}
+		if i := strings.Index(rest, "</div>"); i >= 0 {
+			rest = rest[:i]
+		}
+		return strings.Join(strings.Fields(regexp.MustCompile("<[^>]*>").ReplaceAllString(rest, " ")), " ")
+	}
+	for _, tt := range []struct{ scene, from, want string }{
+		{"/lost/services/other", "<h3>Current revision</h3>", "Unknown"},
+		{"/lost/services/other", "<h3>Retained rollback</h3>", "Unknown"},
+		{"/lost/services/other", "<h3>Readiness</h3>", "Unknown not looked at yet"},
+		{"/lost/services/other", "<h3>Restarts</h3>", "Unknown since the promotion"},
+		{"/lost/services/other", "<dt>Starts at boot</dt>", "unknown"},
+		{"/new/services/other", "<h3>Current revision</h3>", "None yet The first promotion makes generation 1 or later."},
+		{"/new/services/other", "<dt>Starts at boot</dt>", "no"},
+		{"/preparing/services/hello", "<h3>Readiness</h3>", "Ready running, seen 10 s ago It runs the current revision The rollout has not touched it yet"},
+		{"/probation/services/hello", "<h3>Readiness</h3>", "Ready for 13 s of the candidate, in the rollout"},
+	} {
+		if got := part(tt.scene, tt.from); got != tt.want {
+			t.Errorf("%s, %s: %q, want %q", tt.scene, tt.from, got, tt.want)
+		}
+	}
+	lost := scenes["/lost/services/other"].html + scenes["/lost/"].html[strings.Index(scenes["/lost/"].html, `id="s-other"`):]
+	for _, never := range []string{"None", "Nothing was deployed", "not ready"} {
+		if strings.Contains(lost, never) {
+			t.Errorf("of a service whose records cannot be read it is said %q", never)
+		}
+	}
+	if n := strings.Count(lost, "Unknown"); n != 8 {
+		t.Errorf("%d times unknown, want 8", n)
+	}
+
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		w.await(w.deploy("hello", w.push("hello", "1", app{}), 0, "k1").ID, "promoted")
+		synctest.Wait()
+		s := w.d.known("hello")
+		was := s.rec.Load()
+		for _, tt := range []struct {
+			state state
+			step  string
+			want  bool
+		}{{preparing, "", true}, {activating, "", true}, {activating, stepStop, false}, {inProbation, "", false}, {rollingBack, "", false}, {promoted, "", false}} {
+			r := was.clone()
+			r.Operation.State, r.Operation.Step = tt.state, tt.step
+			s.rec.Store(r)
+			if got := s.web(false).Untouched; got != tt.want {
+				t.Errorf("%s %s: untouched is %v", tt.state, tt.step, got)
+			}
+		}
+		s.rec.Store(was)
+	})
+}
+
+// TestPageShowsItsOwnContainer: a container of another unit that has the service's name is not shown as its own.
+func TestPageShowsItsOwnContainer(t *testing.T) {
+	inAPI(t, func(t *testing.T, w *apiWorld) {
+		s := w.d.known("hello")
+		own := container{ID: "aa", Name: "hello", Status: "running", Unit: "hello.service"}
+		foreign := own
+		foreign.ID, foreign.Unit = "bb", "hello-debug.service"
+		l := looking{w.h, oneContainer{w.h, foreign}, s}
+		s.live.Lock()
+		s.live.unit, s.live.container = lookedUnit{name: "hello.service"}, lookedContainer{true, own, s.now()}
+		s.live.Unlock()
+		_, err := l.Container(t.Context(), "hello")
+		must(t, err)
+		if got := s.web(false).Container.ID; got != own.ID {
+			t.Errorf("shown is %s, want %s", got, own.ID)
+		}
+		l.containers = oneContainer{w.h, container{ID: "cc", Name: "hello", Status: "exited", Unit: "hello.service"}}
+		_, err = l.Container(t.Context(), "hello")
+		must(t, err)
+		if got := s.web(false).Container.ID; got != "cc" {
+			t.Errorf("shown is %s, want cc", got)
+		}
+	})
+}
+
+// oneContainer is a Podman that has one container.
+type oneContainer struct {
+	containers
+	c container
+}
+
+func (o oneContainer) Container(context.Context, string) (container, error) { return o.c, nil }
+
 // TestPageKeepsSecrets looks for what nobody may read: environment values, texts of the host's errors, paths,
 // keys, and the names of what lies on disk.
 func TestPageKeepsSecrets(t *testing.T) {
@@ -392,6 +520,17 @@ func TestPageAsksNobody(t *testing.T) {
 		w.h.mu.Unlock()
 		must(t, os.Rename(w.dir, w.dir+".away"))
 		begun := time.Now()
+		// A name that nobody knows is not looked for, neither with the disk away nor when it was enrolled just now.
+		if rec := w.look("GET", "/services/nobody"); rec.Code != http.StatusNotFound || time.Since(begun) != 0 {
+			t.Errorf("an unknown name: status %d after %s", rec.Code, time.Since(begun))
+		}
+		for _, ext := range []string{".json", ".container"} {
+			text := strings.ReplaceAll(string(readFile(t, filepath.Join(w.enrollment, "hello"+ext))), "hello", "late")
+			must(t, os.WriteFile(filepath.Join(w.enrollment, "late"+ext), []byte(text), 0o600))
+		}
+		if rec := w.look("GET", "/services/late"); rec.Code != http.StatusNotFound {
+			t.Errorf("the page looked at the enrollments: status %d", rec.Code)
+		}
 		if after := w.look("GET", "/services/hello.json").Body.String(); after != before || time.Since(begun) != 0 {
 			t.Errorf("after %s (-before +after):\n%s", time.Since(begun), cmp.Diff(before, after))
 		}
