@@ -22,6 +22,12 @@ var goldenRecords = map[string]func(t *testing.T, w *world){
 	"preparing":  inState(preparing),
 	"activating": inState(activating),
 	"probation":  inState(inProbation),
+	"promoting": func(t *testing.T, w *world) { // its last look takes long enough for Toad to be stopped in it
+		w.promote("v1")
+		if op := w.awaitState(w.submit(w.push("v2", app{slow: 500 * time.Millisecond})).ID, promoting); op.State != promoting {
+			t.Fatalf("it is %s", op.State)
+		}
+	},
 	"rolling-back": func(t *testing.T, w *world) {
 		w.promote("v1")
 		w.awaitState(w.submit(w.push("bad", app{exitAfter: time.Second})).ID, rollingBack)
@@ -150,6 +156,100 @@ func TestGoldenRecords(t *testing.T) {
 	}
 	if _, err := verifyEvents(filepath.Join(goldenDir, "events.jsonl")); err != nil {
 		t.Errorf("golden events: %v", err)
+	}
+}
+
+// There is a golden record of every state.
+func TestGoldenRecordsHaveEveryState(t *testing.T) {
+	seen := map[state]bool{}
+	for _, b := range goldenFiles(t, 0) {
+		r := &record{}
+		must(t, decodeRecord(b, r))
+		if r.Operation != nil {
+			seen[r.Operation.State] = true
+		}
+	}
+	for st := range nextStates {
+		if !seen[st] {
+			t.Errorf("there is no golden record in state %s", st)
+		}
+	}
+}
+
+// A Toad that finds a record of a newer version, which a newer Toad wrote, leaves it and its predecessor as
+// they are for as long as it runs, and takes no deployment; what runs goes on running. Another service's
+// records are no matter of it.
+func TestNewerRecordsAreLeftAsTheyAre(t *testing.T) {
+	for _, tt := range []struct {
+		file   string // of the service's directory
+		closed bool
+	}{
+		{"service.json", true}, {"tokens.json", true}, {"revisions/2.json", true}, {"operations/*.json", false}, {"keys/*.json", false}, {"../../events.head.json", false},
+	} {
+		t.Run(strings.Trim(tt.file, "./"), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				settled(t, w)
+				_, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+				must(t, err)
+				must(t, w.data.ownEvent("start", "v1.0.0"))
+				image := w.s.rec.Load().Current.Image
+				w.stop()
+				paths, err := filepath.Glob(w.data.serviceFile("hello", tt.file))
+				must(t, err)
+				kept := map[string]string{}
+				for _, path := range paths {
+					b := strings.Replace(string(readFile(t, path)), `"version": 1`, `"version": 2`, 1)
+					b = strings.Replace(b, "  \"sha256\": ", "  \"of_tomorrow\": true,\n  \"sha256\": ", 1)
+					must(t, os.WriteFile(path, resealed([]byte(b)), 0o600))
+					for _, p := range []string{path, path + ".prev"} {
+						if b, err := os.ReadFile(p); err == nil {
+							kept[p] = string(b)
+						}
+					}
+				}
+				if len(kept) == 0 {
+					t.Fatal("there is no such record")
+				}
+				var mutations, now []string
+				w.set(func() { mutations = slices.Clone(w.h.mutations) })
+				w.start()
+				_ = w.data.ownEvent("stop", "v0.9.0")
+				time.Sleep(time.Hour)
+				w.s.saveUses()
+				_, _, err = w.s.submit(submission{kind: "deploy", image: w.push("v3", app{}), key: "new", hash: "h", actor: "local", expected: 2})
+				var e *apiError
+				if closed := errors.As(err, &e) && e.Code == "state_unavailable"; closed != tt.closed {
+					t.Errorf("closed for admission: %v (%v), want %v", closed, err, tt.closed)
+				}
+				if tt.closed {
+					time.Sleep(time.Hour)
+					w.expectRuns(image)
+					w.set(func() { now = slices.Clone(w.h.mutations) })
+					if len(now) != len(mutations) {
+						t.Errorf("the host was changed: %q", now[len(mutations):])
+					}
+				} else {
+					w.expect(w.await(w.s.op().ID), promoted, "")
+				}
+				w.restart() // and once more, as whoever supervises it would
+				time.Sleep(time.Minute)
+				for path, was := range kept {
+					if b, err := os.ReadFile(path); err != nil || string(b) != was {
+						t.Errorf("%s is not what it was: %v\n%s", path, err, b)
+					}
+				}
+				found := w.findings()
+				for _, path := range paths {
+					rel, err := filepath.Rel(w.dir, path)
+					must(t, err)
+					if !slices.ContainsFunc(found, func(f finding) bool {
+						return f.File == rel && strings.Contains(f.Problem, "newer") || strings.Contains(f.Problem, rel+" cannot be read")
+					}) {
+						t.Errorf("fsck does not say it of %s: %+v", rel, found)
+					}
+				}
+			})
+		})
 	}
 }
 
