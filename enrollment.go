@@ -504,6 +504,10 @@ func (e *enrolled) checkRepository(bad func(field, format string, args ...any)) 
 	}
 }
 
+// ownPrefix begins the names of Toad's own units: the transient toad-check-SERVICE.service and
+// toad-output-SERVICE.service, and the gateway's.
+const ownPrefix = "toad-"
+
 // refuseConflicts refuses names that are reserved, that two services want, or that are no longer the
 // ones a service runs under. Whoever has a revision under a name keeps it.
 func refuseConflicts(all map[string]enrolled, opts enrollOptions) {
@@ -530,6 +534,9 @@ func refuseConflicts(all map[string]enrolled, opts enrollOptions) {
 	}
 	for s, e := range all {
 		p := &problems{}
+		if strings.HasPrefix(s, ownPrefix) {
+			p.add(e.file, e.lines["service"], "the service %q is reserved, as all that begins with %s: choose another", s, ownPrefix)
+		}
 		for i, n := range names(e.Unit, e.ContainerName) {
 			if n.name == "" {
 				continue
@@ -537,6 +544,8 @@ func refuseConflicts(all map[string]enrolled, opts enrollOptions) {
 			bare := strings.TrimSuffix(strings.TrimPrefix(n.name, "systemd-"), ".container")
 			if slices.Contains(opts.reserved, bare) || slices.Contains(opts.reserved, n.name) {
 				p.add(e.file, e.lines["unit"], "the %s %q is reserved: choose another", n.kind, n.name)
+			} else if strings.HasPrefix(bare, ownPrefix) {
+				p.add(e.file, e.lines["unit"], "the %s %q is reserved, as all that begins with %s: choose another", n.kind, n.name, ownPrefix)
 			}
 			if c, ok := opts.claims[s]; ok && !holds(s, n) {
 				p.add(e.file, e.lines["unit"], "the %s is %q, but this service runs as %q: change it back, or retire the service first", n.kind, n.name, names(c.unit, c.container)[i].name)

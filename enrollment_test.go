@@ -342,6 +342,9 @@ func TestConflicts(t *testing.T) {
 			want: map[string]string{"a": `but this service runs as`, "b": `unit "a.container" is also that of service a`}},
 		{name: "reserved", services: names{"a": {"toad", "a"}, "b": {"b", "zot"}, "c": {"c", "systemd-caddy"}, "d": {"zot2", "d"}}, reserved: []string{"toad", "zot", "caddy"},
 			want: map[string]string{"a": `unit "toad.container" is reserved`, "b": `container name "zot" is reserved`, "c": `container name "systemd-caddy" is reserved`}},
+		{name: "Toad's own prefix", services: names{"a": {"toad-check-b", "a"}, "b": {"b", "toad-output-a"}, "c": {"c", "systemd-toad-x"}, "toad-d": {"d", "d"}, "toads": {"toads", "toads"}, "f": {"f-toad-x", "f"}},
+			want: map[string]string{"a": `unit "toad-check-b.container" is reserved, as all that begins with toad-`, "b": `container name "toad-output-a" is reserved`,
+				"c": `container name "systemd-toad-x" is reserved`, "toad-d": `the service "toad-d" is reserved`}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			dir := t.TempDir()

@@ -3,7 +3,9 @@ package main
 import (
 	"bytes"
 	"context"
+	"flag"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"net"
@@ -11,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -176,7 +179,7 @@ const (
     publish        = ["127.0.0.1:8443:8443"]
     volumes        = ["full-data:/data", "/srv/full:/srv:ro"]
     secrets        = ["full-key,type=mount"]
-    environment    = { GREETING = "say \"hello\" \\ twice", PLAIN = "1" }
+    environment    = { GREETING = "say \"hello\" \\ twice", ODD = "100% of $HOME, $$, %h %% and $${X} 'so'", PLAIN = "1" }
     environment_files = ["/etc/full.env"]
     read_only      = false
     capabilities   = ["NET_BIND_SERVICE"]
@@ -261,7 +264,7 @@ func TestModuleUnitsAreGenerated(t *testing.T) {
 		"apps-network.service": {" apps\n"},
 		"back-network.service": {" --internal ", " back\n"},
 		"hello.service":        {" --network apps ", "\n[Install]\n"},
-		"full-unit.service":    {" --network apps ", " --network back ", "--secret full-key,type=mount", "GREETING=say"},
+		"full-unit.service":    {" --network apps ", " --network back ", "--secret full-key,type=mount", "GREETING=say", " --env \"ODD=100%% of $$HOME, $$$$, %%h %%%% and $${X} 'so'\" "},
 	} {
 		for _, w := range want {
 			if !strings.Contains(units[name], w) {
@@ -285,6 +288,7 @@ func TestModuleRefuses(t *testing.T) {
 	}
 	for name, tt := range map[string]struct{ from, to, want string }{
 		"service":         {"hello = {", `"Hello_1" = {`, "A service's identifier is"},
+		"own prefix":      {"hello = {", `"toad-hello" = {`, "does not begin with toad-"},
 		"unit":            {"repository", "unit = \"../x.container\"\n repository", "unit must be a plain file name"},
 		"tag":             {"apps/hello\"", "apps/hello:latest\"", "repository must be"},
 		"digest":          {"apps/hello\"", "apps/hello@sha256:0\"", "repository must be"},
@@ -306,8 +310,9 @@ func TestModuleRefuses(t *testing.T) {
 	for name, tt := range map[string]struct{ more, want string }{
 		"network":    {"networks = { toad = {} }", "A network's name"},
 		"page":       {`page_host = "https://toad.example.org"`, "page_host must be"},
-		"flag":       {`flags = { "--listen" = "x" }`, "A flag's name"},
-		"flag value": {`flags = { listen = "a\nPull=always" }`, "A flag's name"},
+		"flag":       {`flags = { "--listen" = "x" }`, "flags knows"},
+		"own flag":   {`flags = { data = "/elsewhere" }`, "flags knows"},
+		"flag value": {`flags = { listen = "a\nPull=always" }`, "A flag's value"},
 	} {
 		s.write(helloStack, tt.more)
 		text := readFile(t, s.dir+"/main.tf")
@@ -322,6 +327,26 @@ func TestModuleRefuses(t *testing.T) {
 	s.apply()
 	if out, ok := s.check(); ok || !strings.Contains(out, "AutoUpdate= is not allowed") {
 		t.Errorf("toad check said:\n%s", out)
+	}
+}
+
+// The module takes the flags of `toad serve` but those that the unit and its mounts decide.
+func TestModuleKnowsTheFlags(t *testing.T) {
+	m := regexp.MustCompile(`contains\(\[(.*)\], name\)\]\)\n +error_message = "flags knows (.*)\."`).FindStringSubmatch(string(readFile(t, "infra/tofu/variables.tf")))
+	if m == nil {
+		t.Fatal("no list of flags in variables.tf")
+	}
+	var want []string
+	serveCmd(io.Discard, io.Discard).FlagSet.VisitAll(func(f *flag.Flag) {
+		if !slices.Contains([]string{"bus", "podman", "data", "quadlets", "enrollment", "watchdog"}, f.Name) {
+			want = append(want, f.Name)
+		}
+	})
+	if got := strings.Split(strings.ReplaceAll(m[1], `"`, ""), ", "); !slices.Equal(got, want) {
+		t.Errorf("the module takes %q, want %q", got, want)
+	}
+	if got := strings.Split(strings.Replace(m[2], " and ", ", ", 1), ", "); !slices.Equal(got, want) {
+		t.Errorf("the refusal names %q, want %q", got, want)
 	}
 }
 

@@ -3,6 +3,7 @@ package main
 import (
 	"debug/elf"
 	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -348,6 +349,11 @@ func TestLabGuide(t *testing.T) {
 			if !strings.Contains(out, "promoted") {
 				t.Errorf("step %s ended otherwise:\n%s", step.number, out)
 			}
+		case "17":
+			lines := strings.Split(strings.TrimSpace(out), "\n")
+			if on := strings.Fields(lines[len(lines)-1]); !slices.Contains(on, "apps") || !slices.Contains(on, "back") {
+				t.Errorf("Toad is on %v", on)
+			}
 		}
 	}
 	if got := as("toad", "toad version"); !strings.HasPrefix(got, "toad ") {
@@ -388,6 +394,38 @@ tofu apply -auto-approve && systemctl --user daemon-reload && toad check ~/.conf
 	as("toad", "cd ~/infra && tofu destroy -auto-approve && systemctl --user daemon-reload && curl --silent --fail http://127.0.0.1:8080/")
 	if after := unit(); after != before {
 		t.Errorf("destroying everything touched the unit:\n%s\n%s", before, after)
+	}
+}
+
+// The container sees the values of the module's environment as they were given to it, on the whole way through
+// Toad, Quadlet and systemd.
+func TestLabModuleEnvironment(t *testing.T) {
+	t.Parallel()
+	l := theLab(t)
+	values := map[string]string{
+		"PERCENT": "100% of %h, %% and %", "DOLLAR": "$HOME, $$, $ and ${HOME}", "ALONE": "$HOME", "QUOTES": `'one' "two" \three \x41 \\` + "`", "SIGNS": "a=b #c ;d — é", "EMPTY": "", "BLANKS": " x ",
+	}
+	stack := newStack(t)
+	var hcl strings.Builder
+	for k, v := range values {
+		fmt.Fprintf(&hcl, "%s = \"%s\"\n", k, strings.NewReplacer(`\`, `\\`, `"`, `\"`, "${", "$${", "%{", "%%{").Replace(v))
+	}
+	stack.write(strings.Replace(helloStack, "repository", "environment = {\n"+hcl.String()+"}\n repository", 1))
+	stack.apply()
+	s := l.enroll(t, "environed", func(s *labService) {
+		for line := range strings.Lines(string(readFile(t, stack.home+"/.config/toad/enrollment/hello.container"))) {
+			if strings.HasPrefix(line, "Environment=") {
+				s.tmpl = strings.Replace(s.tmpl, "[Service]", line+"[Service]", 1)
+			}
+		}
+	})
+	s.promote(s.image("VERSION=1"))
+	var seen []string
+	must(t, json.Unmarshal([]byte(l.exec(t, "podman inspect --format '{{json .Config.Env}}' environed")), &seen))
+	for k, v := range values {
+		if !slices.Contains(seen, k+"="+v) {
+			t.Errorf("%s was given as %q; the container has %q", k, v, seen)
+		}
 	}
 }
 

@@ -59,7 +59,8 @@ locals {
       [for v in s.volumes : "Volume=${v}"],
       [for v in s.secrets : "Secret=${v}"],
       [for f in s.environment_files : "EnvironmentFile=${f}"],
-      [for k, v in s.environment : "Environment=\"${k}=${replace(replace(v, "\\", "\\\\"), "\"", "\\\"")}\""],
+      # Quadlet reads the quotes and backslashes, systemd the % and $ of what Quadlet makes of it.
+      [for k, v in s.environment : "Environment=\"${k}=${replace(replace(replace(replace(v, "\\", "\\\\"), "\"", "\\\""), "%", "%%"), "$", "$$")}\""],
       lookup(s.extra, "Container", []),
       ["", "[Service]", "Restart=always", "TimeoutStopSec=${s.stop_seconds + 2}"],
       lookup(s.extra, "Service", []),

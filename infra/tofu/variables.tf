@@ -24,13 +24,17 @@ variable "image" {
 }
 
 variable "flags" {
-  description = "Flags of `toad serve` by name, without the dashes; a list's values are separated by commas."
+  description = "Flags of `toad serve` by name, without the dashes; a list's values are separated by commas. Those that toad.container and its mounts decide are not among them."
   type        = map(string)
   default     = {}
 
   validation {
-    condition     = alltrue([for name, value in var.flags : can(regex("^[a-z]+(-[a-z]+)*$", name)) && !can(regex("[\"\\\\$%[:cntrl:]]", value))])
-    error_message = "A flag's name is of a-z and inner hyphens, its value without quotes, $, % and control characters."
+    condition     = alltrue([for name, _ in var.flags : contains(["auth-file", "ca-file", "listen", "plain-http", "reserved", "web-listen"], name)])
+    error_message = "flags knows auth-file, ca-file, listen, plain-http, reserved and web-listen."
+  }
+  validation {
+    condition     = alltrue([for _, value in var.flags : !can(regex("[\"\\\\$%[:cntrl:]]", value))])
+    error_message = "A flag's value is without quotes, backslashes, $, % and control characters."
   }
 }
 
@@ -96,7 +100,7 @@ variable "services" {
     publish           = optional(list(string), []) # PublishPort=
     volumes           = optional(list(string), [])
     secrets           = optional(list(string), []) # references to Podman's secrets, never values
-    environment       = optional(map(string), {})
+    environment       = optional(map(string), {}) # the container sees each value as it is here
     environment_files = optional(list(string), [])
     read_only         = optional(bool, true)
     capabilities      = optional(list(string), [])      # all others are dropped
@@ -105,8 +109,8 @@ variable "services" {
   default = {}
 
   validation {
-    condition     = alltrue([for name, _ in var.services : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name))])
-    error_message = "A service's identifier is 1 to 40 of a-z, 0-9 and inner hyphens."
+    condition     = alltrue([for name, _ in var.services : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && !startswith(name, "toad-")])
+    error_message = "A service's identifier is 1 to 40 of a-z, 0-9 and inner hyphens, and does not begin with toad-, as Toad's own units do."
   }
   validation {
     condition     = alltrue([for _, s in var.services : s.unit == null || can(regex("^[a-z0-9][a-z0-9_-]*\\.container$", s.unit))])
