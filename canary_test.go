@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net/http"
 	"net/http/httptest"
@@ -366,12 +365,17 @@ func TestCanariesInRefusals(t *testing.T) {
 		deploy("shutting_down", image, 1, "k")
 		w.search()
 
-		// An error that nobody thought of.
-		rec := httptest.NewRecorder()
-		w.d.writeError(rec, httptest.NewRequest("GET", "/v1/services", nil), fmt.Errorf("opening %s: %w", w.dir, errors.New(canary)))
-		b, _ := io.ReadAll(rec.Result().Body)
-		w.clean("hello: an unexpected error", string(b))
-		seen["internal"] = true
+		// An error that nobody thought of: a file, whose name no token may know, is where a directory belongs.
+		operations := filepath.Join(w.dir, "services", "hello", "operations")
+		must(t, os.Rename(operations, operations+".away"))
+		must(t, os.WriteFile(operations+"."+canary, nil, 0o600))
+		must(t, os.Symlink(operations+"."+canary, operations))
+		if _, err := w.d.data.operationIDs("hello"); err == nil || !strings.Contains(err.Error(), w.dir) {
+			t.Errorf("the error has nothing to hide: %v", err)
+		}
+		ask("internal", "GET", "/v1/services/hello/operations", "")
+		must(t, os.Remove(operations))
+		must(t, os.Rename(operations+".away", operations))
 	})
 	for code := range statuses {
 		if !seen[code] {

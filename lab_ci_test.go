@@ -134,11 +134,28 @@ func TestLabCIStepTokenRevokedMeanwhile(t *testing.T) { // E10
 func TestLabCIStepLosesTheNetwork(t *testing.T) {
 	c := theLab(t).enroll(t, "ci-cut", func(s *labService) { s.en.Probation.StabilityWindow = duration(20 * time.Second) }).ciStep("read", "deploy")
 	image := c.image("VERSION=1")
+	// As the step asks: a status from the published port, 000 if it is dead.
+	port := func() string {
+		out, _ := c.try("curl", "--silent", "--max-time", "5", "--output", "/dev/null", "--write-out", "%{http_code}", "http://127.0.0.1:8440/v1/health")
+		return out
+	}
 	cmd, out, op := c.begin(image, "1")
+	if got := port(); got != "401" {
+		t.Errorf("before the cut the port answers %q", got)
+	}
 	c.root(t, `nft add table inet cut && nft add chain inet cut out '{ type filter hook output priority 0; }' &&
 		nft add rule inet cut out tcp dport 8440 reject with tcp reset && nft add rule inet cut out tcp sport 8440 reject with tcp reset`)
 	defer c.root(t, "nft list table inet cut >/dev/null 2>&1 && nft delete table inet cut; true")
+	if got := port(); got != "000" {
+		t.Errorf("in the cut the port answers %q", got)
+	}
+	if st := c.operation(op.ID).State; st != "probation" {
+		t.Errorf("the cut came too late: it is %s", st)
+	}
 	c.expect(c.await(op.ID, nil), "promoted", "")
+	if got := port(); got != "000" {
+		t.Errorf("at the end of the operation the port answers %q", got)
+	}
 	c.root(t, "nft delete table inet cut")
 	// A question under way may come through after all, or be asked again: the end is told in both.
 	if err := cmd.Wait(); err != nil || !strings.Contains(out.String(), "toad: promoted: ") {

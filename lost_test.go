@@ -12,15 +12,17 @@ import (
 )
 
 // An empty volume is mounted where the data was, and the host is as alive as before: what runs is somebody
-// else's to this Toad. It deploys nothing over it and touches nothing, boots included; with the directory
+// else's to this Toad. It deploys nothing over it and touches nothing, restarts included; with a backup put
 // back, all goes on.
 func TestLostDataDirectory(t *testing.T) { // E9
 	inWorld(t, func(t *testing.T, w *world) {
 		settled(t, w)
 		image := w.s.rec.Load().Current.Image
+		var backup bytes.Buffer
+		must(t, w.data.backup(&backup, noLock, time.Now()))
 		w.stop()
 		unit, quadletsBefore := w.s.unitPath(w.en.Unit), snapshot(t, w.h.quadlets)
-		must(t, os.Rename(w.dir, w.dir+".lost"))
+		must(t, os.RemoveAll(w.dir))
 		must(t, os.Mkdir(w.dir, 0o700))
 		w.last = nil
 		var containers, mutations []string
@@ -58,8 +60,10 @@ func TestLostDataDirectory(t *testing.T) { // E9
 			t.Errorf("it is suspended: %v", err)
 		}
 		w.gone()
-		if _, err := w.s.retire(0, "local"); err == nil {
-			time.Sleep(time.Hour)
+		w.asked(w.s.retire(0, "local"))
+		time.Sleep(time.Hour)
+		if r := w.s.rec.Load().Retired; r.Done || !slices.Equal(r.Remains, []string{"the unit hello.container exists and was not written by this Toad"}) {
+			t.Errorf("it is retired: %+v", r)
 		}
 		w.expectRuns(image)
 		if got := ids(); !slices.Equal(got, containers) {
@@ -76,15 +80,28 @@ func TestLostDataDirectory(t *testing.T) { // E9
 			}
 		}
 
-		// The directory is back.
+		// A backup is put back: not over what the new one began, which has another id, but where nothing is.
 		w.stop()
+		restore := func() error {
+			d, err := lockData(w.dir, w.h.quadlets)
+			must(t, err)
+			defer d.close()
+			_, err = d.restoreBackup(bytes.NewReader(backup.Bytes()), w.runningNow, time.Now())
+			return err
+		}
+		if err := restore(); err == nil {
+			t.Error("the backup was restored over another Toad's records")
+		}
 		must(t, os.RemoveAll(w.dir))
-		must(t, os.Rename(w.dir+".lost", w.dir))
-		w.set(func() { w.enErr = nil })
+		must(t, os.Mkdir(w.dir, 0o700))
+		must(t, restore())
+		w.back()
 		w.last = nil
 		w.start()
 		time.Sleep(time.Minute)
-		w.expectRuns(image)
+		if got := ids(); !slices.Equal(got, containers) {
+			t.Errorf("containers %v, before %v", got, containers)
+		}
 		w.promote("v4")
 	})
 }
