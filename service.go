@@ -67,9 +67,10 @@ type service struct {
 	// What tokens.json says, guarded by mu.
 	issued    []*token
 	owed      []tokenEvent
-	unsaved   bool  // a revocation is not durable yet
-	tokensErr error // why the file is not to be trusted
-	recounted bool  // what the tokens had accepted before this start is known
+	unsaved   bool   // a revocation is not durable yet
+	tokensErr error  // why the file is not to be trusted
+	archived  string // the ended operation whose archive is durable; set by run
+	recounted bool   // what the tokens had accepted before this start is known
 
 	wake chan struct{} // one token: look again
 
@@ -658,7 +659,7 @@ func (s *service) submit(sub submission) (op *operation, existing bool, err erro
 		}
 	}
 	image := sub.wants(r)
-	if r.Operation != nil {
+	if r.Operation != nil && s.archived != r.Operation.ID {
 		if err := s.data.archive(s.name, r.Operation); err != nil {
 			return nil, false, s.unavailable(err)
 		}

@@ -49,7 +49,7 @@ func TestAcceptanceTraced(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		steps := acceptanceSteps(service, name == "next")
+		steps := acceptanceSteps(service)
 		at, complaint := follow(between, steps)
 		if complaint != "" {
 			t.Errorf("the %s acceptance: %s\n%s", name, complaint, excerpt(between, service))
@@ -63,7 +63,44 @@ func TestAcceptanceTraced(t *testing.T) {
 			}
 		}
 		t.Logf("the %s acceptance:\n%s", name, excerpt(between, service))
+		if name == "next" { // the operation before it was archived while nothing was asked
+			if _, complaint := follow(archiving(calls), archiveSteps(service)); complaint != "" {
+				t.Errorf("the archive: %s\n%s", complaint, excerpt(archiving(calls), service))
+			}
+		}
 	}
+}
+
+// archiving is what concerned the archive between the first answer and the next request.
+func archiving(calls []tracedCall) (between []tracedCall) {
+	on := false
+	for _, c := range calls {
+		switch {
+		case !strings.HasPrefix(c.text, "openat(") || !strings.Contains(c.text, `"/toad-marker/`):
+		case strings.Contains(c.text, "first-answer"):
+			on = true
+		case strings.Contains(c.text, "next-begin"):
+			return between
+		}
+		if on && (strings.Contains(c.text, "/operations") || strings.Contains(c.text, "/keys")) {
+			between = append(between, c)
+		}
+	}
+	return between
+}
+
+// archiveSteps: the record, then the key, each durable.
+func archiveSteps(service string) (steps []traceStep) {
+	dir := regexp.QuoteMeta(service)
+	for _, file := range []string{"/operations/.[0-9a-z]{26}\\.json[0-9]+", "/keys/.[0-9a-f]{64}\\.json[0-9]+"} {
+		sub := file[:strings.LastIndex(file, "/")]
+		steps = append(steps,
+			traceStep{file + " is written", `^write\(\d+<` + dir + file + `>, "\{\\n  \\"version\\": 1,.*\) += [1-9]`},
+			traceStep{"it is synced", `^f(data)?sync\(\d+<` + dir + file + `>\) += 0$`},
+			traceStep{"it has its name", `^rename(at2?)?\(.*"` + dir + file + `", .*"` + dir + sub + `/.*\.json".*\) += 0$`},
+			traceStep{"its directory is synced", `^fsync\(\d+<` + dir + sub + `>\) += 0$`})
+	}
+	return steps
 }
 
 // mark leaves a line in the trace.
@@ -162,26 +199,19 @@ func acceptance(calls []tracedCall, name string) (between []tracedCall, service 
 // traceStep is one call that has to be there, after the one before it has ended.
 type traceStep struct{ what, pattern string }
 
-func acceptanceSteps(service string, next bool) []traceStep {
+func acceptanceSteps(service string) []traceStep {
 	dir := regexp.QuoteMeta(service)
 	const temporary = `/\.service\.json[0-9]+`
-	var steps []traceStep
-	if next {
-		steps = append(steps,
-			traceStep{"the ended operation is archived: synced", `^fsync\(\d+<` + dir + `/operations/[0-9a-z]{26}\.json>\) += 0$`},
-			traceStep{"its directory is synced", `^fsync\(\d+<` + dir + `/operations>\) += 0$`},
-			traceStep{"its key is synced", `^fsync\(\d+<` + dir + `/keys/[0-9a-f]{64}\.json>\) += 0$`},
-			traceStep{"the keys' directory is synced", `^fsync\(\d+<` + dir + `/keys>\) += 0$`})
+	return []traceStep{
+		{"a temporary file is made beside service.json", `^openat\(.*"` + dir + temporary + `", O_RDWR\|O_CREAT\|O_EXCL\|O_CLOEXEC, 0600\) += \d`},
+		{"the whole record is written to it", `^write\(\d+<` + dir + temporary + `>, "\{\\n  \\"version\\": 1,.*\) += [1-9]`},
+		{"it is synced", `^f(data)?sync\(\d+<` + dir + temporary + `>\) += 0$`},
+		{"it is renamed over service.json", `^rename(at2?)?\(.*"` + dir + temporary + `", .*"` + dir + `/service\.json".*\) += 0$`},
+		{"the directory is synced", `^fsync\(\d+<` + dir + `>\) += 0$`},
+		{"the event is appended", `^p?write(64)?\(\d+<` + dir + `/events\.jsonl>, "\{\\"cursor\\":\d+,.*\\"type\\":\\"deploy\\".*\) += [1-9]`},
+		{"the event log is synced", `^f(data)?sync\(\d+<` + dir + `/events\.jsonl>\) += 0$`},
+		{"the answer begins", `-answer"`},
 	}
-	steps = append(steps,
-		traceStep{"a temporary file is made beside service.json", `^openat\(.*"` + dir + temporary + `", O_RDWR\|O_CREAT\|O_EXCL\|O_CLOEXEC, 0600\) += \d`},
-		traceStep{"the whole record is written to it", `^write\(\d+<` + dir + temporary + `>, "\{\\n  \\"version\\": 1,.*\) += [1-9]`},
-		traceStep{"it is synced", `^f(data)?sync\(\d+<` + dir + temporary + `>\) += 0$`},
-		traceStep{"it is renamed over service.json", `^rename(at2?)?\(.*"` + dir + temporary + `", .*"` + dir + `/service\.json".*\) += 0$`},
-		traceStep{"the directory is synced", `^fsync\(\d+<` + dir + `>\) += 0$`},
-		traceStep{"the event is appended", `^p?write(64)?\(\d+<` + dir + `/events\.jsonl>, "\{\\"cursor\\":\d+,.*\\"type\\":\\"deploy\\".*\) += [1-9]`},
-		traceStep{"the event log is synced", `^f(data)?sync\(\d+<` + dir + `/events\.jsonl>\) += 0$`})
-	return append(steps, traceStep{"the answer begins", `-answer"`})
 }
 
 // follow finds each step after the end of the one before it, and says which is missing. Whatever is written

@@ -170,6 +170,9 @@ func (s *service) settle() error {
 		if err := s.data.withReserve(func() error { return s.data.archive(s.name, r.Operation) }); err != nil {
 			return err
 		}
+		s.mu.Lock()
+		s.archived = r.Operation.ID
+		s.mu.Unlock()
 	}
 	if _, err := os.Stat(s.images()); err == nil && r.Held == nil {
 		keep := map[string]string{}
