@@ -171,11 +171,12 @@ func TestBootAfterAnAbsurdDateWasPutRight(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, %d", l.name, date.Year()), func(t *testing.T) {
 				inWorld(t, func(t *testing.T, w *world) {
 					w.setClock(date)
-					op, _ := w.live(i)
+					w.live(i)
 					target := w.s.rec.Load().Current.Image
 					w.set(func() { w.h.wallOffset = 0 })
 					time.Sleep(2 * time.Second) // and goes on under the right one
-					if op = w.s.op(); op.State.terminal() {
+					op := w.s.op()
+					if op.State.terminal() {
 						t.Fatalf("it is %s", op.State)
 					}
 					w.stop()
