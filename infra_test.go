@@ -256,8 +256,8 @@ func TestModuleUnitsAreGenerated(t *testing.T) {
 	}
 	units, said := generate(t, quadlets)
 	for name, want := range map[string][]string{
-		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=30s ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ", " --read-only-tmpfs=false ",
-			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage},
+		"toad.service": {" --network apps ", " --env TOAD_WATCHDOG=2m ", " --env TOAD_PLAIN_HTTP=registry.example.org:5000 ", " --pull missing ", " --read-only ", " --read-only-tmpfs=false ",
+			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=120\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage},
 		"toad-gateway.service": {" --network toad ", " --env TOAD_HOST=toad.example.org ", " --env TOAD_WATCHDOG=30s ", " --pull missing ", " --read-only ", " --read-only-tmpfs=false ",
 			" --cap-drop all ", " --security-opt=no-new-privileges ", "\nWatchdogSec=30\n", "\nRestart=always\n", " --sdnotify=container ", " --log-driver journald ", stackImage + " gateway\n"},
 		"toad-network.service": {"isolate=strict", " toad\n"},

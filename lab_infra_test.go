@@ -83,6 +83,7 @@ func TestLabImage(t *testing.T) {
 func TestLabConfinement(t *testing.T) {
 	l := theLab(t)
 	l.mustCall(t, "GET", "/v1/services", nil, &wireServices{}) // it is up
+	periods := map[string]string{"toad": "2min", "toad-gateway": "30s"}
 	for name, want := range map[string][]string{"toad": {"/data", "/quadlet", "/run/toad/bus", "/run/toad/podman"}, "toad-gateway": {"/run/toad-web"}} {
 		proc := func(file string) string {
 			return l.exec(t, "cat /proc/$(podman container inspect --format '{{.State.Pid}}' "+name+")/"+file)
@@ -104,11 +105,11 @@ func TestLabConfinement(t *testing.T) {
 		if !slices.Equal(writable, want) {
 			t.Errorf("%s can write %q, want %q", name, writable, want)
 		}
-		if got := l.exec(t, "systemctl --user show -P WatchdogUSec "+name+".service"); got != "30s" {
+		if got := l.exec(t, "systemctl --user show -P WatchdogUSec "+name+".service"); got != periods[name] {
 			t.Errorf("the period of the watchdog of %s is %s", name, got)
 		}
 		var told time.Time
-		l.eventuallyFor(t, 30*time.Second, "a second sign of life of "+name, func() bool {
+		l.eventuallyFor(t, 90*time.Second, "a second sign of life of "+name, func() bool {
 			at, err := time.Parse("Mon 2006-01-02 15:04:05 MST", l.exec(t, "systemctl --user show -P WatchdogTimestamp "+name+".service"))
 			if told.IsZero() {
 				told = at
@@ -123,6 +124,12 @@ func TestLabWatchdog(t *testing.T) {
 	l := theLab(t)
 	s := l.enroll(t, "watched", brisk)
 	s.promote(s.image("VERSION=1"))
+	const shorter = ".config/containers/systemd/_infra/toad/toad.container.d/watchdog.conf"
+	t.Cleanup(func() {
+		l.try("sh", "-c", "rm -f "+shorter+"; systemctl --user daemon-reload; systemctl --user restart toad.service")
+	})
+	l.write(t, shorter, "[Container]\nEnvironment=TOAD_WATCHDOG=15s\n\n[Service]\nWatchdogSec=15\n")
+	l.exec(t, "systemctl --user daemon-reload && systemctl --user restart toad.service")
 	before := map[string]string{}
 	for _, unit := range []string{"toad.service", "toad-gateway.service"} {
 		before[unit] = l.exec(t, "systemctl --user show -P InvocationID "+unit)

@@ -179,6 +179,7 @@ func TestLabPageInABrowser(t *testing.T) {
 			}
 		}
 		b.as(390, 844, "light", with.script)
+		s.view() // the page asks no disk: it knows of a service that somebody asked for, or a moment later
 		b.run(chromedp.Navigate("https://toad.lab/services/" + s.name))
 		see("Nothing was deployed yet.")
 

@@ -533,6 +533,7 @@ func TestLabBrokenQuadlets(t *testing.T) {
 
 	// In one service's own directory.
 	next := two.image("VERSION=2")
+	fourth, fifth := one.image("VERSION=4"), one.image("VERSION=5") // Toad's own watchdog does not wait long
 	one.untouched(func() {
 		garbage(".config/containers/systemd/broken-one/zz.container")
 		if one.unit("LoadState") != "not-found" {
@@ -562,7 +563,7 @@ func TestLabBrokenQuadlets(t *testing.T) {
 
 	// Beside Toad's own unit: told, and deployments go on.
 	garbage(".config/containers/systemd/_infra/toad/zz.container")
-	one.promote(one.image("VERSION=4"))
+	one.promote(fourth)
 	one.eventually("the loss of Toad's own unit is told", func() bool { return strings.Contains(events(""), `"type":"unit-lost"`) })
 	l.exec(t, "rm .config/containers/systemd/_infra/toad/zz.container && systemctl --user daemon-reload")
 
@@ -570,7 +571,7 @@ func TestLabBrokenQuadlets(t *testing.T) {
 	one.untouched(func() {
 		two.untouched(func() {
 			garbage(".config/containers/systemd/_infra/apps/zz.container")
-			one.expect(one.deploy(one.image("VERSION=5")), "failed", "unit_invalid")
+			one.expect(one.deploy(fifth), "failed", "unit_invalid")
 			l.exec(t, "rm .config/containers/systemd/_infra/apps/zz.container && systemctl --user daemon-reload")
 		})
 	})
