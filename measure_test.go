@@ -81,8 +81,10 @@ func newLargeHost(b *testing.B, services, archive int) *largeHost {
 			text, err = encodeRecord(&keyFile{Version: recordVersion, Operation: op.ID, State: op.State, FinishedAt: *op.FinishedAt})
 			must(b, err)
 			must(b, os.WriteFile(s.data.keyPath(s.name, op.Key), text, 0o600))
+			if i == archive/2 { // the oldest are pruned
+				l.old = append(l.old, op.ID)
+			}
 		}
-		l.old = append(l.old, op.ID)
 	}
 	return l
 }
