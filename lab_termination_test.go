@@ -138,7 +138,7 @@ func TestLabConmonKilledDuringTheStop(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	watch := exec.CommandContext(ctx, filepath.Join("testdata", "lab", "lab"), "--name", s.lab.name, "exec", "sh", "-c",
-		"while [ -d /proc/"+pids[0]+" ]; do podman ps -q --filter label=toad.service=conmon --filter label=toad.generation=2; done")
+		"while [ -d /proc/"+pids[0]+" ]; do new=$(podman ps -q --filter label=toad.service=conmon --filter label=toad.generation=2); [ ! -d /proc/"+pids[0]+" ] || printf %s \"$new\"; done")
 	both := make(chan string, 1)
 	go func() { b, err := watch.Output(); both <- fmt.Sprint(strings.TrimSpace(string(b)), err) }()
 
