@@ -292,7 +292,7 @@ func TestLabManagerHangs(t *testing.T) {
 		return false
 	})
 	s.expect(op, "failed", "termination_unconfirmed")
-	s.expectHeld(op, "systemd does not answer")
+	s.expectHeld(op, "systemd does not ") // answer at all, or tell the processes: it depends on where the stop was met
 	thaw()
 	s.expectReleased()
 	s.eventually("the current revision is back", func() bool { return slices.Equal(s.running(), []string{old}) })
