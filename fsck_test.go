@@ -315,6 +315,7 @@ func TestRestoreWhileItRuns(t *testing.T) {
 
 		op := w.deploy("hello", w.push("hello", "2", app{readyAfter: 2 * time.Second}), 1, "k2")
 		w.await(op.ID, "probation")
+		synctest.Wait() // nobody writes the record now
 		b, err := os.ReadFile(main)
 		must(t, err)
 		b[len(b)/2] ^= 1
