@@ -213,4 +213,30 @@ func TestRestartsWhileToadIsDownAndTheClockGoesBack(t *testing.T) {
 		w.start()
 		w.expect(w.await(op.ID), rolledBack, "restart_budget")
 	})
+	// By hand, systemd's counter tells of one only, and of none of them what the instance before did.
+	for by, end := range map[int]state{1: promoted, 3: rolledBack} {
+		t.Run(fmt.Sprintf("%d by hand", by), func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				w.promote("v1")
+				for range 4 {
+					w.h.restartByHand("hello.service")
+					time.Sleep(2 * time.Second)
+				}
+				op := w.submit(w.push("v2", app{readyAfter: time.Second}))
+				w.awaitThat(op.ID, func(op *operation) bool { return op.FirstReady != nil })
+				w.stop()
+				w.stepClock(-time.Hour)
+				for range by {
+					w.h.restartByHand("hello.service")
+					time.Sleep(2 * time.Second)
+				}
+				w.start()
+				code := ""
+				if end == rolledBack {
+					code = "restart_budget"
+				}
+				w.expect(w.await(op.ID), end, code)
+			})
+		})
+	}
 }

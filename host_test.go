@@ -139,8 +139,8 @@ type hostContainer struct {
 }
 
 type fakeStart struct {
-	name string
-	at   time.Time
+	name, operation string
+	at              time.Time
 }
 
 // fakeLine is one line of the journal that a container wrote.
@@ -474,7 +474,7 @@ func (h *fakeHost) run(u *hostUnit) {
 			ID: fmt.Sprintf("%064x", h.next()), Name: name, Status: "running", ConmonPID: uint32(h.next()), ImageName: image, ImageID: id, Unit: u.name,
 			Labels: labelsOf(u.text), StartedAt: time.Now().Add(h.wallOffset), Addresses: map[string]string{"systemd-apps": fmt.Sprintf("10.89.0.%d", h.serial%250)}}}
 		h.containers[c.ID] = c
-		h.starts = append(h.starts, fakeStart{name, time.Now().Add(h.wallOffset)})
+		h.starts = append(h.starts, fakeStart{name, labelsOf(u.text)["toad.operation"], time.Now().Add(h.wallOffset)})
 		if a.says != "" {
 			h.journal = append(h.journal, fakeLine{time.Now().Add(h.wallOffset), u.name, name, a.says})
 		}
@@ -896,7 +896,7 @@ func (h *fakeHost) Load(ctx context.Context, r io.Reader) error {
 	return stepErr
 }
 
-func (h *fakeHost) Starts(ctx context.Context, name string, since time.Time) (int, error) {
+func (h *fakeHost) Starts(ctx context.Context, name, operation string, since time.Time) (int, error) {
 	if err := h.ask(ctx, &h.podmanHangs); err != nil {
 		return 0, err
 	}
@@ -904,7 +904,7 @@ func (h *fakeHost) Starts(ctx context.Context, name string, since time.Time) (in
 	defer h.mu.Unlock()
 	n := 0
 	for _, s := range h.starts {
-		if s.name == name && !s.at.Before(since) {
+		if s.name == name && s.operation == operation && !s.at.Before(since) {
 			n++
 		}
 	}

@@ -584,7 +584,7 @@ func (s *service) startedSince(ctx context.Context, rev *revision, before string
 	if st.Job != 0 || st.InvocationID != "" && st.InvocationID != before {
 		return true, nil
 	}
-	n, err := s.host.containers.Starts(ctx, rev.Container, since)
+	n, err := s.host.containers.Starts(ctx, rev.Container, rev.Operation, since)
 	return n > 0, err
 }
 

@@ -310,7 +310,7 @@ func (p *podman) Load(ctx context.Context, tar io.Reader) error {
 
 // Starts counts what Podman's event log says. It outlives the container and Toad's own absence, but
 // not always a boot (measured).
-func (p *podman) Starts(ctx context.Context, name string, since time.Time) (int, error) {
+func (p *podman) Starts(ctx context.Context, name, operation string, since time.Time) (int, error) {
 	filters, err := json.Marshal(map[string][]string{"type": {"container"}, "container": {name}, "event": {"start"}})
 	if err != nil {
 		return 0, err
@@ -344,7 +344,7 @@ func (p *podman) Starts(ctx context.Context, name string, since time.Time) (int,
 		}
 		// Podman's filter by container also takes the beginning of an id.
 		if e.Type == "container" && e.Action == "start" && e.Actor.Attributes["name"] == name &&
-			e.TimeNano >= since.UnixNano() {
+			e.Actor.Attributes["toad.operation"] == operation && e.TimeNano >= since.UnixNano() {
 			count++
 		}
 	}

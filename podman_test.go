@@ -350,16 +350,18 @@ func TestPodmanLoadUnreachable(t *testing.T) {
 func TestPodmanStarts(t *testing.T) {
 	f, p := newFakePodman(t)
 	since := time.Date(2026, 11, 29, 15, 14, 5, 500, time.UTC)
+	operation := "01k9zxv3m5abcdefghjkmnpqrs"
 	event := func(kind, action, name string, after time.Duration) string {
-		return fmt.Sprintf(`{"status":%[2]q,"Type":%[1]q,"Action":%[2]q,"Actor":{"ID":%[3]q,"Attributes":{"name":%[4]q,"image":%[5]q}},"scope":"local","time":%[6]d,"timeNano":%[7]d}`,
-			kind, action, idA, name, imageRef, since.Add(after).Unix(), since.Add(after).UnixNano()) + "\n"
+		return fmt.Sprintf(`{"status":%[2]q,"Type":%[1]q,"Action":%[2]q,"Actor":{"ID":%[3]q,"Attributes":{"name":%[4]q,"image":%[5]q,"toad.operation":%[8]q}},"scope":"local","time":%[6]d,"timeNano":%[7]d}`,
+			kind, action, idA, name, imageRef, since.Add(after).Unix(), since.Add(after).UnixNano(), operation) + "\n"
 	}
 	lines := event("container", "start", "hello", -1) + // before
 		event("container", "start", "hello", 0) +
 		event("container", "died", "hello", 1) +
 		event("container", "start", "hello-2", 2) +
 		event("image", "start", "hello", 2) +
-		event("container", "start", "hello", time.Hour)
+		event("container", "start", "hello", time.Hour) +
+		strings.Replace(event("container", "start", "hello", time.Hour), operation, "01k9zxv3m5abcdefghjkmnpqrt", 1)
 	f.on("GET", "/events", func(w http.ResponseWriter, r *http.Request) {
 		q := r.URL.Query()
 		var filters map[string][]string
@@ -372,15 +374,15 @@ func TestPodmanStarts(t *testing.T) {
 		}
 		podmanAnswer(200, lines)(w, r)
 	})
-	if n, err := p.Starts(t.Context(), "hello", since); err != nil || n != 2 {
+	if n, err := p.Starts(t.Context(), "hello", operation, since); err != nil || n != 2 {
 		t.Errorf("counted %d, %v", n, err)
 	}
 	lines = lines[:len(lines)-10]
-	if n, err := p.Starts(t.Context(), "hello", since); err == nil {
+	if n, err := p.Starts(t.Context(), "hello", operation, since); err == nil {
 		t.Errorf("counted %d in a torn answer", n)
 	}
 	f.on("GET", "/events", func(w http.ResponseWriter, _ *http.Request) { podmanProblem(w, 500, "no journal") })
-	if n, err := p.Starts(t.Context(), "hello", since); err == nil {
+	if n, err := p.Starts(t.Context(), "hello", operation, since); err == nil {
 		t.Errorf("counted %d without a log", n)
 	}
 }
@@ -412,7 +414,7 @@ func podmanCalls(ctx context.Context, p *podman) map[string]func() error {
 		"Container":  func() error { _, err := p.Container(ctx, "a"); return err },
 		"Remove":     func() error { return p.Remove(ctx, idA) },
 		"Image":      func() error { _, err := p.Image(ctx, imageRef); return err },
-		"Starts":     func() error { _, err := p.Starts(ctx, "a", time.Now()); return err },
+		"Starts":     func() error { _, err := p.Starts(ctx, "a", "01", time.Now()); return err },
 		"Exists":     func() error { _, err := p.Exists(ctx, "network", "a"); return err },
 		"Self":       func() error { _, _, err := p.Self(ctx, idA[:12]); return err },
 		"Subnets":    func() error { _, err := p.Subnets(ctx, idA[:12], "toad"); return err },

@@ -57,8 +57,9 @@ type containers interface {
 	Image(ctx context.Context, ref string) (string, error)
 	// Load stores the OCI archive that it reads, once: a broken stream is an error and never retried.
 	Load(ctx context.Context, tar io.Reader) error
-	// Starts counts Podman's own start events of containers with that name since then.
-	Starts(ctx context.Context, name string, since time.Time) (int, error)
+	// Starts counts Podman's own start events since then of containers of that name that carry the label of
+	// that operation.
+	Starts(ctx context.Context, name, operation string, since time.Time) (int, error)
 	// Exists tells whether a network, secret or volume of that name exists.
 	Exists(ctx context.Context, kind, name string) (bool, error)
 }
@@ -563,20 +564,13 @@ func (s *service) start(ctx context.Context, rev *revision) error {
 	if s.signals != nil {
 		s.signals.take()
 	}
-	// If the wall clock went back, Podman's log has starts of earlier instances after this one's begin.
-	now, before := s.now(), 0
-	if s.op().StartedAt == nil {
-		var err error
-		if before, err = s.host.containers.Starts(ctx, rev.Container, now); err != nil {
-			s.log.Warn("asking Podman for earlier starts", "err", err)
-		}
-	}
+	now := s.now()
 	if err := s.intend(stepStart, func(r *record) {
 		op := r.Operation
 		if op.State == rollingBack || op.StartedAt == nil {
 			op.StartedAt = &now
 		}
-		op.Starts += 1 + before
+		op.Starts++
 		op.Boot = boot
 		op.Restarts = restarts{Count: op.Restarts.Count, Before: st.InvocationID}
 		if op.State == rollingBack && op.RollbackDeadline == nil {
@@ -801,7 +795,11 @@ func (s *service) missedStarts(ctx context.Context, rev *revision) error {
 	if op.StartedAt == nil {
 		return nil
 	}
-	n, err := s.host.containers.Starts(ctx, rev.Container, *op.StartedAt)
+	since := *op.StartedAt // by the wall clock as it went then; Podman's log has it as it goes
+	if d := op.RolloutDeadline; d.BootID == s.host.bootID() {
+		since = since.Add(min(s.host.wall().Add(s.left(d)).Sub(d.At), 0))
+	}
+	n, err := s.host.containers.Starts(ctx, rev.Container, rev.Operation, since)
 	if err != nil {
 		return err
 	}

@@ -148,7 +148,7 @@ type operation struct {
 	RollbackDeadline *deadline `json:"rollback_deadline"`
 
 	StartedAt  *time.Time `json:"started_at"` // before Toad's first start of the candidate, or of the target
-	Starts     int        `json:"starts"`     // how often Toad itself meant to start it, and what Podman's log has of earlier instances
+	Starts     int        `json:"starts"`     // how often Toad itself meant to start it
 	Boot       string     `json:"boot"`       // the boot of Toad's last start
 	Restarts   restarts   `json:"restarts"`
 	WasActive  bool       `json:"was_active"` // an invocation of the candidate was active once
