@@ -1226,7 +1226,7 @@ func (s *service) view(local bool) wireService {
 			RolloutDeadlineSeconds: seconds(time.Duration(p.RolloutDeadline)), StartupDeadlineSeconds: seconds(time.Duration(p.StartupDeadline)),
 			StabilityWindowSeconds: seconds(time.Duration(p.StabilityWindow)), RestartBudget: p.RestartBudget,
 			FetchDeadlineSeconds: seconds(time.Duration(en.FetchDeadline)), StopDeadlineSeconds: seconds(time.Duration(en.StopDeadline)), Barrier: en.Barrier,
-			DiffersFromCurrent: r != nil && r.Current != nil && compared.generation == r.Current.Generation && compared.hash == en.Hash && compared.differs}
+			DiffersFromCurrent: compared.differs && compared.of(r, en.Hash)}
 	}
 	if unavailable != nil || r == nil {
 		if local && unavailable != nil {

@@ -1236,7 +1236,7 @@ func (d *dataDir) audit(service string, lock func(service string) (unlock func()
 	case verr != nil:
 		c.Problem = verr.Error()
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
-		c.Problem = fmt.Sprintf("every line follows, but which is the last cannot be told: %s cannot be read", filepath.Base(by))
+		c.Problem = fmt.Sprintf("every line follows, but which is the last cannot be told: %v", err)
 	case service == "" && err != nil: // written by a Toad that kept no such record
 	case head == end:
 	default:

@@ -56,13 +56,7 @@ func gateway(ctx context.Context, cfg gatewayConfig, log *slog.Logger) error {
 	go func() { served <- srv.Serve(ln) }()
 	notify("READY=1")
 	log.Info("serving", "socket", cfg.socket, "host", cfg.host, "upstream", cfg.upstream)
-	// As in serve: this loop waits for nobody.
-	var alive <-chan time.Time
-	if cfg.watchdog > 0 {
-		tick := time.NewTicker(cfg.watchdog / 3)
-		defer tick.Stop()
-		alive = tick.C
-	}
+	alive := signsOfLife(cfg.watchdog) // as in serve: this loop waits for nobody
 	for end := false; !end; {
 		select {
 		case err := <-served:

@@ -267,12 +267,7 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 	watched := make(chan error, 1)
 	d.wg.Go(func() { watched <- d.watchManager(rctx, sd) })
 	// This loop calls nothing of the host's: one that hangs does not keep it from saying that Toad lives.
-	var alive <-chan time.Time
-	if cfg.watchdog > 0 {
-		tick := time.NewTicker(cfg.watchdog / 3)
-		defer tick.Stop()
-		alive = tick.C
-	}
+	alive := signsOfLife(cfg.watchdog)
 	for end := false; !end; {
 		select {
 		case <-ctx.Done():
@@ -443,6 +438,14 @@ func notify(what string) {
 		defer c.Close()
 		_, _ = c.Write([]byte(what))
 	}
+}
+
+// signsOfLife is when systemd is to hear one, a third of its watchdog's period apart; never for 0.
+func signsOfLife(period time.Duration) <-chan time.Time {
+	if period <= 0 {
+		return nil
+	}
+	return time.Tick(period / 3)
 }
 
 // bootTime is CLOCK_BOOTTIME (clock_gettime(2)): it goes on while the host sleeps.

@@ -590,6 +590,11 @@ type comparison struct {
 	differs    bool
 }
 
+// of tells that this enrollment and the current revision of r are what was compared.
+func (c comparison) of(r *record, hash string) bool {
+	return r != nil && r.Current != nil && c.generation == r.Current.Generation && c.hash == hash
+}
+
 // enrollment reads the enrollment in force anew.
 func (s *service) enrollment() (enrolled, error) {
 	en, err := s.enroll()
@@ -605,7 +610,7 @@ func (s *service) enrolledAs(en enrolled, err error) {
 	c := s.live.compared
 	s.live.Unlock()
 	r := s.rec.Load()
-	if err != nil || r == nil || r.Current == nil || c.generation == r.Current.Generation && c.hash == en.Hash {
+	if err != nil || r == nil || r.Current == nil || c.of(r, en.Hash) {
 		return
 	}
 	rev, err := s.data.revision(s.name, r.Current.Generation)

@@ -204,7 +204,7 @@ func (s *service) web(operations bool) webService {
 	}
 	v.Status = statusOf(v.wireService)
 	s.live.Lock()
-	u, c, recent, log := s.live.unit, s.live.container, s.live.recent, s.live.log
+	u, c, recent := s.live.unit, s.live.container, s.live.recent
 	s.live.Unlock()
 	if u.name != "" {
 		st := u.status
@@ -223,8 +223,10 @@ func (s *service) web(operations bool) webService {
 	if !operations {
 		return v
 	}
-	if r := s.rec.Load(); r != nil && r.Operation != nil && log != nil {
-		recent = append([]pastOperation{pastOf(r.Operation, log)}, recent...)
+	if r != nil && r.Operation != nil {
+		if log := s.logOf(r.Operation.ID); log != nil {
+			recent = append([]pastOperation{pastOf(r.Operation, log)}, recent...)
+		}
 	}
 	for _, p := range recent {
 		o := webOperation{wireOperation: s.wire(p.op), Log: []wireLogLine{}, Omitted: p.omitted}
