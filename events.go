@@ -527,10 +527,15 @@ func (t *tally) add(e event) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if c := t.of(e); c.n == 1 {
-		select {
-		case t.woken <- struct{}{}:
-		default:
-		}
+		t.wake()
+	}
+}
+
+// wake lets run see what is counted now.
+func (t *tally) wake() {
+	select {
+	case t.woken <- struct{}{}:
+	default:
 	}
 }
 
@@ -569,6 +574,9 @@ func (t *tally) take(known []event) (due []event, settle func(done bool)) {
 		}
 		for c, n := range taken {
 			c.n, c.told = c.n-n, now
+		}
+		if slices.ContainsFunc(made, func(c *counted) bool { return c.n > 0 }) {
+			t.wake()
 		}
 	}
 }

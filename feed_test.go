@@ -687,6 +687,29 @@ func TestCountedEventsAtEveryBoundary(t *testing.T) {
 	}
 }
 
+// What commits count is told when it is due, and not with whatever is committed next.
+func TestCountedRestartsAreToldInTime(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		time.Sleep(time.Minute)
+		for _, v := range []string{"v2", "v3"} {
+			w.expect(w.await(w.submit(w.push(v, app{exitAfter: time.Second})).ID), rolledBack, "restart_budget")
+		}
+		time.Sleep(10 * time.Minute)
+		got := w.eventsOf("restart")
+		if len(got) < 2 || got[len(got)-1].At.Sub(got[0].At) > tallyPause+5*time.Second {
+			t.Errorf("%+v", got)
+		}
+		n := int64(0)
+		for _, e := range got {
+			n += max(e.Count, 1)
+		}
+		if n < 4 {
+			t.Errorf("%d restarts are told", n)
+		}
+	})
+}
+
 func TestTallyBoundsItsActors(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		y := newTally()
