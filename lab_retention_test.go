@@ -103,7 +103,7 @@ func TestLabPruneAtEachStep(t *testing.T) { // G1, G2
 		t.Run(strings.ReplaceAll(at, "/", "."), func(t *testing.T) {
 			s := &labService{lab: s.lab, t: t, name: s.name, en: s.en, tmpl: s.tmpl}
 			bad := s.image("VERSION=3", "CRASH=1")
-			op := s.interrupted(at, bad, func() {
+			op := s.interrupted(at, func() string { return bad }, func() {
 				if !strings.HasPrefix(at, "preparing") {
 					l.root(t, "systemctl stop docker-registry; rm -rf /var/lib/docker-registry/*")
 				}
