@@ -158,6 +158,7 @@ func TestLabBarrier(t *testing.T) { // G9
 
 // The commands as operators type them: each waits for what it asked for, and a dry run stores nothing.
 func TestLabSuspendCommands(t *testing.T) {
+	t.Parallel()
 	l := theLab(t)
 	s := l.enroll(t, "typed", quick)
 	image := s.image("VERSION=1")
