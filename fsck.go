@@ -11,6 +11,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"io/fs"
@@ -1047,13 +1048,14 @@ func (d *daemon) getBackup(w http.ResponseWriter, r *http.Request) error {
 // dataFlags are what a command needs that works on the directory itself because no server runs.
 type dataFlags struct{ data, quadlets, podman string }
 
-func (f *dataFlags) command(name string) *ffcli.Command {
-	fs := newFlags(name)
+func (f *dataFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.data, "data", "/data", "`directory` of the records, if no server runs")
 	fs.StringVar(&f.quadlets, "quadlets", "/quadlet", "`directory` of the units, if no server runs")
 	fs.StringVar(&f.podman, "podman", "unix:///run/toad/podman/podman.sock", "`URL` of Podman's API, if no server runs")
-	return &ffcli.Command{Name: name, FlagSet: fs, Options: envFlags()}
 }
+
+// noLock is the lock of who has the directory alone.
+func noLock(string) (unlock func()) { return func() {} }
 
 // alone opens the directory for one command, with both locks.
 func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error), error) {
@@ -1066,16 +1068,12 @@ func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error)
 }
 
 func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("fsck")
+	c := localClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("fsck")
-	c := localClient(cmd.FlagSet, stdout, stderr)
-	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
-	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
-	cmd.ShortHelp = "check every record; changes nothing without --restore"
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if err := wantArgs("fsck", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	restore := fs.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
+	cmd := newCommand(fs, "", "check every record; changes nothing without --restore", "", func(ctx context.Context, _ []string) error {
 		var answer wireFsck
 		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, time.Minute*10)
 		switch {
@@ -1099,7 +1097,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 					return err
 				}
 			}
-			answer.Findings = append([]finding{}, d.fsck(func(string) func() { return func() {} })...)
+			answer.Findings = append([]finding{}, d.fsck(noLock)...)
 			answer.OK = len(answer.Findings) == 0
 			if raw, err = json.Marshal(answer); err != nil {
 				return err
@@ -1123,20 +1121,17 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 			return &commandError{status: exitRefused}
 		}
 		return nil
-	}
+	})
+	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
 	return cmd
 }
 
 func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("backup")
+	c := localClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("backup")
-	c := localClient(cmd.FlagSet, stdout, stderr)
-	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
-	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if err := wantArgs("backup", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	cmd := newCommand(fs, "", "write every record, and the images that a rollback needs, as a tar", "", func(ctx context.Context, _ []string) error {
 		if isTerminal(stdout) {
 			return usageError("backup: standard output is a terminal", "toad backup > FILE")
 		}
@@ -1156,20 +1151,17 @@ func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 			return err
 		}
 		defer d.close()
-		return d.backup(stdout, func(string) func() { return func() {} }, time.Now().UTC())
-	}
+		return d.backup(stdout, noLock, time.Now().UTC())
+	})
+	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
 	return cmd
 }
 
 func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
+	fs := newFlags("restore")
 	var f dataFlags
-	cmd := f.command("restore")
-	cmd.ShortUsage = "toad restore [FLAGS] < FILE"
-	cmd.ShortHelp = "put back from a backup what is missing or damaged; no server may run"
-	cmd.Exec = func(_ context.Context, args []string) error {
-		if err := wantArgs("restore", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	cmd := newCommand(fs, "", "put back from a backup what is missing or damaged; no server may run", "", func(context.Context, []string) error {
 		d, running, err := f.alone()
 		if err != nil {
 			return err
@@ -1180,7 +1172,8 @@ func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
 			printLine(stdout, "%s", line)
 		}
 		return err
-	}
+	})
+	cmd.ShortUsage = "toad restore [FLAGS] < FILE"
 	return cmd
 }
 
@@ -1271,21 +1264,17 @@ func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
 }
 
 func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("audit")
+	c := newClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("audit")
-	c := newClient(cmd.FlagSet, stdout, stderr)
-	cmd.ShortUsage = "toad audit verify [SERVICE] [FLAGS]"
-	cmd.ShortHelp = "see that no line of the event logs was changed, removed or moved"
-	cmd.LongHelp = "Who keeps the count and the hash it prints can tell later that the log begins with the same lines.\nOf Toad's own log only the running server knows the end."
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if len(args) == 0 || args[0] != "verify" {
+	f.register(fs)
+	long := "Who keeps the count and the hash it prints can tell later that the log begins with the same lines."
+	return newCommand(fs, "verify [SERVICE]", "see that no line of the event logs was changed, removed or moved", long, func(ctx context.Context, args []string) error {
+		if args[0] != "verify" {
 			return usageError("audit: verify is missing", "toad audit verify [SERVICE]")
 		}
 		service, query := "", ""
 		if len(args) > 1 {
-			if err := wantArgs("audit", args[1:], "SERVICE"); err != nil {
-				return err
-			}
 			service, query = args[1], "?service="+args[1]
 		}
 		var a wireAudit
@@ -1313,7 +1302,7 @@ func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
 				return fmt.Errorf("audit: there is no service %s", service)
 			}
 			for _, name := range names {
-				a.Logs = append(a.Logs, d.audit(name, func(string) func() { return func() {} }))
+				a.Logs = append(a.Logs, d.audit(name, noLock))
 			}
 			a.OK = !slices.ContainsFunc(a.Logs, func(l wireChain) bool { return l.Problem != "" })
 			if raw, err = json.Marshal(a); err != nil {
@@ -1335,6 +1324,5 @@ func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
 			return &commandError{status: exitRefused}
 		}
 		return nil
-	}
-	return cmd
+	})
 }

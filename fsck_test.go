@@ -15,8 +15,6 @@ import (
 	"time"
 )
 
-func noLock(string) func() { return func() {} }
-
 func (w *world) findings() []finding { return w.data.fsck(noLock) }
 
 func (w *world) runningNow(service string) ([]container, error) {
