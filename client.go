@@ -236,8 +236,8 @@ func (c *client) open(ctx context.Context, method, path string, in any) (*http.R
 	return nil, r
 }
 
-// call makes one request once and returns the whole answer.
-func (c *client) call(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+// call makes one request once, decodes the answer into out unless that is nil, and returns the whole of it.
+func (c *client) call(ctx context.Context, method, path string, in, out any, timeout time.Duration) ([]byte, error) {
 	bounded, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	raw, err := func() ([]byte, error) {
@@ -252,8 +252,11 @@ func (c *client) call(ctx context.Context, method, path string, in any, timeout 
 		}
 		return raw, nil
 	}()
-	if err != nil && ctx.Err() != nil {
+	switch {
+	case err != nil && ctx.Err() != nil:
 		return nil, errStopped
+	case err == nil && out != nil:
+		err = decodeAnswer(raw, out)
 	}
 	return raw, err
 }
@@ -261,10 +264,10 @@ func (c *client) call(ctx context.Context, method, path string, in any, timeout 
 // insist makes a request until it is answered, for as long as patience lasts. The request must bear
 // repetition: a GET, or a POST that is the same to the server each time. A server that was never
 // reached is not waited for.
-func (c *client) insist(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+func (c *client) insist(ctx context.Context, method, path string, in, out any, timeout time.Duration) ([]byte, error) {
 	var giveUp time.Time
 	for wait := pace; ; wait = min(2*wait, 5*time.Second) {
-		raw, err := c.call(ctx, method, path, in, timeout)
+		raw, err := c.call(ctx, method, path, in, out, timeout)
 		lost := errors.As(err, new(lostError))
 		var r *refusal
 		if errors.As(err, &r) && r.Status == http.StatusServiceUnavailable {
@@ -289,6 +292,11 @@ func (c *client) insist(ctx context.Context, method, path string, in any, timeou
 			return nil, errStopped
 		}
 	}
+}
+
+// noServer tells that a request was lost because no server was there to take it.
+func (c *client) noServer(err error) bool {
+	return errors.As(err, new(lostError)) && !c.reached.Load()
 }
 
 // pauseFor waits unless it is interrupted.
@@ -367,6 +375,17 @@ func (c *client) hintFor(r *refusal, service string) string {
 	return ""
 }
 
+// answer prints the answer: these lines of it, or with --json the document.
+func (c *client) answer(raw []byte, lines ...string) {
+	if c.json {
+		c.document(raw)
+		return
+	}
+	for _, l := range lines {
+		printLine(c.out, "%s", l)
+	}
+}
+
 // document prints one JSON document as it came, indented.
 func (c *client) document(raw []byte) {
 	var b bytes.Buffer
@@ -397,11 +416,7 @@ func escaped(raw []byte) []byte {
 
 // read gets one document into v.
 func (c *client) read(ctx context.Context, path string, v any) ([]byte, error) {
-	raw, err := c.call(ctx, http.MethodGet, path, nil, answerTime)
-	if err != nil {
-		return nil, err
-	}
-	return raw, decodeAnswer(raw, v)
+	return c.call(ctx, http.MethodGet, path, nil, v, answerTime)
 }
 
 // decodeAnswer passes over fields it does not know: the server may be newer.
@@ -469,20 +484,11 @@ func (c *client) deploy(ctx context.Context, service, image string, f requestFla
 // dryRun prints what a deployment would meet; a refusal that it would meet is its failure.
 func (c *client) dryRun(ctx context.Context, req deployRequest) error {
 	var d wireDryRun
-	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &d)
-	}
+	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, &d, answerTime)
 	if err != nil {
 		return c.explain(err, "trying "+req.Service, req.Service)
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		for _, l := range dryRunLines(d) {
-			printLine(c.out, "%s", l)
-		}
-	}
+	c.answer(raw, dryRunLines(d)...)
 	if !d.Accepted {
 		return &commandError{status: exitRefused}
 	}
@@ -555,10 +561,7 @@ func (c *client) again(f *requestFlags, command ...string) string {
 // as it is: the server answers a key, or an end that was asked for, with the same operation.
 func (c *client) submit(ctx context.Context, path string, in any) ([]byte, wireOperation, error) {
 	var op wireOperation
-	raw, err := c.insist(ctx, http.MethodPost, path, in, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &op)
-	}
+	raw, err := c.insist(ctx, http.MethodPost, path, in, &op, answerTime)
 	return raw, op, err
 }
 
@@ -579,11 +582,7 @@ func (c *client) unanswered(err error, doing, service, again string) error {
 func (c *client) finish(ctx context.Context, raw []byte, op wireOperation, noWait bool, status func(wireOperation) int) error {
 	c.log.note("operation %s: %s generation %d, %s", op.ID, op.Service, op.Generation, shortDigest(op.Candidate.Digest))
 	if noWait && !op.Terminal {
-		if c.json {
-			c.document(raw)
-		} else {
-			printLine(c.out, "%s", op.ID)
-		}
+		c.answer(raw, op.ID)
 		c.log.note("to watch it: %s", c.command("watch", op.ID))
 		return nil
 	}
@@ -620,10 +619,10 @@ func (c *client) follow(ctx context.Context, raw []byte, op wireOperation) ([]by
 		}
 		asked, was := time.Now(), op.State
 		path := fmt.Sprintf("/v1/operations/%s?wait=%d&after_state=%s", url.PathEscape(op.ID), wait, url.QueryEscape(was))
-		next, err := c.insist(ctx, http.MethodGet, path, nil, time.Duration(wait)*time.Second+answerTime)
+		var next wireOperation
+		answer, err := c.insist(ctx, http.MethodGet, path, nil, &next, time.Duration(wait)*time.Second+answerTime)
 		if err == nil {
-			raw, op = next, wireOperation{}
-			err = decodeAnswer(raw, &op)
+			raw, op = answer, next
 		}
 		if err == nil && op.State == was && !pauseFor(ctx, pace-time.Since(asked)) {
 			err = errStopped
@@ -683,10 +682,7 @@ func watchCmd(stdout, stderr io.Writer) *ffcli.Command {
 
 func (c *client) operation(ctx context.Context, id string) ([]byte, wireOperation, error) {
 	var op wireOperation
-	raw, err := c.insist(ctx, http.MethodGet, "/v1/operations/"+id, nil, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &op)
-	}
+	raw, err := c.insist(ctx, http.MethodGet, "/v1/operations/"+id, nil, &op, answerTime)
 	return raw, op, err
 }
 
@@ -833,13 +829,7 @@ func (c *client) status(ctx context.Context, service string) error {
 	if err != nil {
 		return c.explain(err, "reading "+service, service)
 	}
-	if c.json {
-		c.document(raw)
-		return nil
-	}
-	for _, l := range statusLines(s) {
-		printLine(c.out, "%s", l)
-	}
+	c.answer(raw, statusLines(s)...)
 	return nil
 }
 
@@ -995,12 +985,8 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 		in = retireRequest{&s.Generation}
 	}
 	var s wireService
-	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, answerTime)
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, &s, answerTime)
 	for said := ""; ; {
-		if err == nil {
-			s = wireService{}
-			err = decodeAnswer(raw, &s)
-		}
 		if err != nil {
 			e := c.explain(err, doing, service)
 			if e.status == exitInterrupted {
@@ -1010,11 +996,7 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 		}
 		text, ok := done(s)
 		if ok || noWait {
-			if c.json {
-				c.document(raw)
-			} else {
-				printLine(c.out, "%s", choose(ok, text, doing+" goes on"))
-			}
+			c.answer(raw, choose(ok, text, doing+" goes on"))
 			return nil
 		}
 		if name == "resume" && s.Installed && s.Health.State == "failed" {
@@ -1035,7 +1017,8 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 			err = errStopped
 			continue
 		}
-		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, answerTime)
+		s = wireService{}
+		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, &s, answerTime)
 	}
 }
 
@@ -1058,24 +1041,16 @@ func (c *client) reconcile(ctx context.Context, service, id string) error {
 			return c.explain(err, doing, service)
 		}
 		if s.Barrier == nil {
-			if c.json {
-				c.document(raw)
-			} else {
-				printLine(c.out, "%s has no barrier", service)
-			}
+			c.answer(raw, service+" has no barrier")
 			return nil
 		}
 		id = s.Barrier.OperationID
 	}
-	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, answerTime)
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, nil, answerTime)
 	if err != nil {
 		return c.explain(err, doing, service)
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		printLine(c.out, "reconciled: operation %s is acknowledged, %s takes deployments again", id, service)
-	}
+	c.answer(raw, fmt.Sprintf("reconciled: operation %s is acknowledged, %s takes deployments again", id, service))
 	return nil
 }
 
@@ -1194,11 +1169,7 @@ func (c *client) printEvents(ctx context.Context, service string, after int64, f
 			Events []json.RawMessage `json:"events"`
 			Next   int64             `json:"next_cursor"`
 		}
-		raw, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, wait+answerTime)
-		if err == nil {
-			err = decodeAnswer(raw, &page)
-		}
-		if err != nil {
+		if _, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, &page, wait+answerTime); err != nil {
 			return err
 		}
 		for _, raw := range page.Events {
@@ -1240,7 +1211,7 @@ func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
 	return newCommand(fs, "OPERATION", "print what a rolled back candidate wrote itself",
 		"On a terminal control characters are dropped; elsewhere it comes as it was written.",
 		func(ctx context.Context, args []string) error {
-			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, answerTime)
+			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, nil, answerTime)
 			if err != nil {
 				return c.explain(err, "reading the output of "+args[0], "")
 			}
@@ -1309,11 +1280,8 @@ func tokenIssueCmd(stdout, stderr io.Writer) *ffcli.Command {
 }
 
 func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
-	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, answerTime)
 	var t wireIssued
-	if err == nil {
-		err = decodeAnswer(raw, &t)
-	}
+	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, &t, answerTime)
 	if err != nil {
 		e := c.explain(err, "issuing a token for "+req.Service, req.Service)
 		if e.status != exitRefused && c.reached.Load() {
@@ -1321,11 +1289,7 @@ func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
 		}
 		return e
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		printLine(c.out, "%s", t.Token)
-	}
+	c.answer(raw, t.Token)
 	until := "until it is revoked"
 	if t.ExpiresAt != nil {
 		until = "until " + clockText(*t.ExpiresAt)
@@ -1390,11 +1354,8 @@ func tokenRevokeCmd(stdout, stderr io.Writer) *ffcli.Command {
 
 // revokeToken asks until it is answered: a token that is revoked already is no other answer.
 func (c *client) revokeToken(ctx context.Context, id string) error {
-	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, answerTime)
 	var t wireToken
-	if err == nil {
-		err = decodeAnswer(raw, &t)
-	}
+	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, &t, answerTime)
 	if err != nil {
 		e := c.explain(err, "revoking "+id, "")
 		if e.status != exitRefused && c.reached.Load() {
@@ -1402,11 +1363,7 @@ func (c *client) revokeToken(ctx context.Context, id string) error {
 		}
 		return e
 	}
-	if c.json {
-		c.document(raw)
-		return nil
-	}
-	printLine(c.out, "token %s of %s is revoked", t.ID, t.Service)
+	c.answer(raw, fmt.Sprintf("token %s of %s is revoked", t.ID, t.Service))
 	return nil
 }
 

@@ -1075,15 +1075,8 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 	restore := fs.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
 	cmd := newCommand(fs, "", "check every record; changes nothing without --restore", "", func(ctx context.Context, _ []string) error {
 		var answer wireFsck
-		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, time.Minute*10)
-		switch {
-		case err == nil:
-			if err := decodeAnswer(raw, &answer); err != nil {
-				return c.explain(err, "fsck", "")
-			}
-		case c.reached.Load() || !errors.As(err, new(lostError)):
-			return c.explain(err, "fsck", "")
-		default: // no server: do it here, under both locks
+		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, &answer, 10*time.Minute)
+		if c.noServer(err) { // do it here, under both locks
 			d, running, err := f.alone()
 			if err != nil {
 				return err
@@ -1102,21 +1095,20 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 			if raw, err = json.Marshal(answer); err != nil {
 				return err
 			}
+		} else if err != nil {
+			return c.explain(err, "fsck", "")
 		}
-		switch {
-		case c.json:
-			c.document(raw)
-		default:
-			if answer.Restored != "" {
-				printLine(stdout, "restored %s", answer.Restored)
-			}
-			for _, p := range answer.Findings {
-				printLine(stdout, "%s: %s", p.File, p.Problem)
-			}
-			if answer.OK {
-				printLine(stdout, "every record is whole")
-			}
+		var lines []string
+		if answer.Restored != "" {
+			lines = append(lines, "restored "+answer.Restored)
 		}
+		for _, p := range answer.Findings {
+			lines = append(lines, p.File+": "+p.Problem)
+		}
+		if answer.OK {
+			lines = append(lines, "every record is whole")
+		}
+		c.answer(raw, lines...)
 		if !answer.OK {
 			return &commandError{status: exitRefused}
 		}
@@ -1143,7 +1135,7 @@ func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 			}
 			return nil
 		}
-		if c.reached.Load() || !errors.As(err, new(lostError)) {
+		if !c.noServer(err) {
 			return c.explain(err, "backup", "")
 		}
 		d, _, err := f.alone()
@@ -1278,15 +1270,8 @@ func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
 			service, query = args[1], "?service="+args[1]
 		}
 		var a wireAudit
-		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, time.Minute*10)
-		switch {
-		case err == nil:
-			if err := decodeAnswer(raw, &a); err != nil {
-				return c.explain(err, "audit", service)
-			}
-		case c.reached.Load() || !errors.As(err, new(lostError)):
-			return c.explain(err, "audit", service)
-		default: // no server: do it here, under both locks
+		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, &a, 10*time.Minute)
+		if c.noServer(err) { // do it here, under both locks
 			d, _, err := f.alone()
 			if err != nil {
 				return err
@@ -1308,18 +1293,15 @@ func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
 			if raw, err = json.Marshal(a); err != nil {
 				return err
 			}
+		} else if err != nil {
+			return c.explain(err, "audit", service)
 		}
-		if c.json {
-			c.document(raw)
-		} else {
-			for _, l := range a.Logs {
-				if l.Problem != "" {
-					printLine(stdout, "%s: %s", l.File, l.Problem)
-				} else {
-					printLine(stdout, "%s: whole, %d events, hash %s", l.File, l.Events, cmp.Or(l.Hash, "-"))
-				}
-			}
+		var lines []string
+		for _, l := range a.Logs {
+			text := fmt.Sprintf("whole, %d events, hash %s", l.Events, cmp.Or(l.Hash, "-"))
+			lines = append(lines, l.File+": "+cmp.Or(l.Problem, text))
 		}
+		c.answer(raw, lines...)
 		if !a.OK {
 			return &commandError{status: exitRefused}
 		}
