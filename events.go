@@ -8,8 +8,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -128,7 +126,6 @@ var logTexts = map[string]string{
 	"host_not_answering":  "the host does not answer",
 	"disk_full":           "there is no room on the disk of the records; trying again until the deadline",
 	"held":                "the service is held until the instance is gone",
-	"retention_problem":   "the rollback target has a problem: %s",
 	"image_missing_again": "the image had gone from Podman and was loaded again",
 }
 
@@ -170,8 +167,7 @@ func (e *event) seal(head eventHead) eventHead {
 	e.ID = fmt.Sprintf("%s-%d", e.Service, e.Cursor)
 	e.Hash = ""
 	line, _ := json.Marshal(e)
-	sum := sha256.Sum256(append([]byte(e.Prev), line...))
-	e.Hash = hex.EncodeToString(sum[:])
+	e.Hash = sumHex(append([]byte(e.Prev), line...))
 	return eventHead{e.Cursor, e.Hash}
 }
 
@@ -755,9 +751,7 @@ func public(err error) failure {
 	case errors.As(err, &c):
 		return c.failure
 	case errors.Is(err, errStorage), errors.Is(err, syscall.ENOSPC):
-		t := publicTexts["state_unavailable"]
-		return failure{Code: "state_unavailable", Summary: t.summary, Hint: t.hint}
+		return public(failed("state_unavailable", nil))
 	}
-	t := publicTexts["interrupted"]
-	return failure{Code: "interrupted", Summary: fmt.Sprintf(t.summary, "the host did not do what was asked of it"), Hint: t.hint}
+	return public(failed("interrupted", nil, "the host did not do what was asked of it"))
 }

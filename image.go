@@ -363,10 +363,7 @@ func readBlob(dir, digest string) ([]byte, error) {
 	return data, nil
 }
 
-func digestBytes(data []byte) string {
-	sum := sha256.Sum256(data)
-	return "sha256:" + hex.EncodeToString(sum[:])
-}
+func digestBytes(data []byte) string { return "sha256:" + sumHex(data) }
 
 // encodeIndex is an index.json. It is for other tools and for Podman's load; what is kept follows
 // from the records, never from it.

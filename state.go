@@ -18,7 +18,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"sort"
 	"strings"
 	"syscall"
 	"time"
@@ -369,49 +368,34 @@ func (r *record) down() bool { return r.Suspended != nil || r.Retired != nil }
 // clone copies the record so deep that changing the copy never shows in the original.
 func (r *record) clone() *record {
 	c := *r
-	if r.Current != nil {
-		v := *r.Current
-		c.Current = &v
+	c.Current, c.Rollback, c.Barrier, c.Resume = copyOf(r.Current), copyOf(r.Rollback), copyOf(r.Barrier), copyOf(r.Resume)
+	if c.Held = copyOf(r.Held); c.Held != nil {
+		c.Held.Remains = slices.Clone(c.Held.Remains)
 	}
-	if r.Rollback != nil {
-		v := *r.Rollback
-		c.Rollback = &v
+	if c.Suspended = copyOf(r.Suspended); c.Suspended != nil {
+		c.Suspended.Remains = slices.Clone(c.Suspended.Remains)
 	}
-	if r.Held != nil {
-		v := *r.Held
-		v.Remains = slices.Clone(v.Remains)
-		c.Held = &v
+	if c.Retired = copyOf(r.Retired); c.Retired != nil {
+		c.Retired.Remains = slices.Clone(c.Retired.Remains)
 	}
-	if r.Suspended != nil {
-		v := *r.Suspended
-		v.Remains = slices.Clone(v.Remains)
-		c.Suspended = &v
-	}
-	if r.Resume != nil {
-		v := *r.Resume
-		c.Resume = &v
-	}
-	if r.Barrier != nil {
-		v := *r.Barrier
-		c.Barrier = &v
-	}
-	if r.Retired != nil {
-		v := *r.Retired
-		v.Remains = slices.Clone(v.Remains)
-		c.Retired = &v
+	if c.Operation = copyOf(r.Operation); c.Operation != nil {
+		c.Operation.Timeline = slices.Clone(c.Operation.Timeline)
 	}
 	c.Containers = slices.Clone(r.Containers)
 	c.Events = slices.Clone(r.Events)
-	if r.Operation != nil {
-		op := *r.Operation
-		op.Timeline = slices.Clone(op.Timeline)
-		c.Operation = &op
-	}
 	return &c
 }
 
-// testingOnlyBoundary is called before each durable step (write, replace, syncdir, mkdir, append,
-// remove) with the path it concerns. An error it returns is the step's own.
+// copyOf is a flat copy of what p points to; nil of nil.
+func copyOf[T any](p *T) *T {
+	if p == nil {
+		return nil
+	}
+	return new(*p)
+}
+
+// testingOnlyBoundary is called before each durable step with its name (write, replace, syncdir, …) and the
+// path it concerns. An error it returns is the step's own.
 var testingOnlyBoundary func(step, path string) error
 
 func boundary(step, path string) error {
@@ -453,13 +437,25 @@ func syncDir(dir string) error {
 	if err := boundary("syncdir", dir); err != nil {
 		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
 	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+	return syncPath(dir)
+}
+
+// syncFile makes what was read durable: after a crash the page cache may show what the disk has not.
+func syncFile(path string) error {
+	if err := syncPath(path); err != nil {
+		return err
 	}
-	defer d.Close()
-	if err := d.Sync(); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+	return syncDir(filepath.Dir(path))
+}
+
+func syncPath(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
+	}
+	defer f.Close()
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
 	}
 	return nil
 }
@@ -510,8 +506,16 @@ func encodeRecord(v any) ([]byte, error) {
 	if i < 0 {
 		return nil, errors.New("a record without sha256")
 	}
-	sum := sha256.Sum256(b[:i])
-	return fmt.Appendf(b[:i:i], "  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])), nil
+	return append(b[:i:i], sumLine(b[:i])...), nil
+}
+
+// sumLine is the end of a record that begins so.
+func sumLine(b []byte) string { return fmt.Sprintf("  \"sha256\": %q\n}\n", sumHex(b)) }
+
+// sumHex is the SHA-256 of data in hexadecimal digits.
+func sumHex(data []byte) string {
+	sum := sha256.Sum256(data)
+	return hex.EncodeToString(sum[:])
 }
 
 // decodeRecord reads what encodeRecord wrote into v: version first, then checksum, then strictly. What is
@@ -549,8 +553,7 @@ func checkSum(b []byte) error {
 	if i < 0 {
 		return fmt.Errorf("%w: no checksum", errCorrupt)
 	}
-	sum := sha256.Sum256(b[:i])
-	if want := fmt.Sprintf("  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])); string(b[i:]) != want {
+	if string(b[i:]) != sumLine(b[:i]) {
 		return fmt.Errorf("%w: checksum does not match", errCorrupt)
 	}
 	return nil
@@ -589,20 +592,7 @@ func readRecord(path string, v any) error {
 	return nil
 }
 
-// syncFile makes what was read durable: after a crash the page cache may show what the disk has not.
-func syncFile(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
-	}
-	return syncDir(filepath.Dir(path))
-}
-
-// dataDir is DATA, opened by the one running server.
+// dataDir is DATA, in the hands of the one process that has its locks.
 type dataDir struct {
 	path, quadlets string
 	id             string // DATA/id
@@ -614,7 +604,8 @@ type dataDir struct {
 // before they are held.
 func lockData(path, quadlets string) (*dataDir, error) {
 	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), headPath: filepath.Join(path, "events.head.json"), tally: newTally()}}
-	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
+	for _, of := range []struct{ what, dir string }{{"data", path}, {"Quadlet", quadlets}} {
+		what, dir := of.what, of.dir
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)
 		} else if !st.IsDir() {
@@ -820,8 +811,7 @@ func (d *dataDir) saveRevision(rev *revision) error {
 	if err := makeDir(dir); err != nil {
 		return err
 	}
-	sum := sha256.Sum256(rev.unit)
-	rev.UnitSHA256 = hex.EncodeToString(sum[:])
+	rev.UnitSHA256 = sumHex(rev.unit)
 	base := filepath.Join(dir, fmt.Sprint(rev.Generation))
 	if err := writeFile(base+".container", rev.unit); err != nil {
 		return err
@@ -850,8 +840,7 @@ func (d *dataDir) revision(service string, generation int64) (*revision, error) 
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256(unit)
-	if rev.Service != service || rev.Generation != generation || rev.UnitSHA256 != hex.EncodeToString(sum[:]) {
+	if rev.Service != service || rev.Generation != generation || rev.UnitSHA256 != sumHex(unit) {
 		return nil, fmt.Errorf("reading %s.json: %w: record and unit do not belong together", base, errCorrupt)
 	}
 	rev.unit = unit
@@ -889,8 +878,7 @@ func (d *dataDir) archive(service string, op *operation) error {
 }
 
 func (d *dataDir) keyPath(service, key string) string {
-	sum := sha256.Sum256([]byte(key))
-	return d.serviceFile(service, "keys", hex.EncodeToString(sum[:])+".json")
+	return d.serviceFile(service, "keys", sumHex([]byte(key))+".json")
 }
 
 // key looks a key up among the ended operations; errNotFound if it was never used.
@@ -930,7 +918,7 @@ func (d *dataDir) operationIDs(service string) ([]string, error) {
 			ids = append(ids, id)
 		}
 	}
-	sort.Sort(sort.Reverse(sort.StringSlice(ids)))
+	slices.Reverse(ids) // a directory is read in the order of its names
 	return ids, nil
 }
 

@@ -380,8 +380,7 @@ func (s *service) issue(actor, label string, verbs []string, expires time.Durati
 	var b [32]byte
 	rand.Read(b[:])
 	secret = hex.EncodeToString(b[:])
-	sum := sha256.Sum256([]byte(secret))
-	rec = tokenRecord{ID: strings.ToLower(rand.Text()[:12]), Secret: hex.EncodeToString(sum[:]), Label: label, Verbs: slices.Clone(verbs), IssuedAt: now}
+	rec = tokenRecord{ID: strings.ToLower(rand.Text()[:12]), Secret: sumHex([]byte(secret)), Label: label, Verbs: slices.Clone(verbs), IssuedAt: now}
 	if s.index.get(rec.ID) != nil {
 		return rec, "", fmt.Errorf("the random id %s is taken", rec.ID)
 	}

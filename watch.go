@@ -187,10 +187,7 @@ func (s *service) settle() error {
 			s.log.Warn("pruning the image layout", "err", err)
 		}
 	}
-	if err := s.data.prune(r, s.now()); err != nil {
-		return err
-	}
-	return nil
+	return s.data.prune(r, s.now())
 }
 
 // install puts the promoted form of the current unit in place: only after the commit, or a boot could

@@ -7,9 +7,7 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"embed"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"html/template"
@@ -541,9 +539,8 @@ var webAssets, webNames = func() (map[string]webAsset, map[string]string) {
 		if err != nil {
 			panic(err)
 		}
-		sum := sha256.Sum256(b)
 		ext := path.Ext(name)
-		names[name] = "/" + strings.TrimSuffix(name, ext) + "." + hex.EncodeToString(sum[:6]) + ext
+		names[name] = "/" + strings.TrimSuffix(name, ext) + "." + sumHex(b)[:12] + ext
 		assets[names[name]] = webAsset{mime.TypeByExtension(ext), b}
 	}
 	return assets, names
