@@ -759,8 +759,8 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 			if enErr == nil {
 				return nil
 			}
-			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
-			e.err, e.local = enErr, enErr.Error()
+			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name).because(enErr)
+			e.local = enErr.Error()
 			return e
 		}},
 		{"repository", func() error {
@@ -821,9 +821,7 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 		{"room", func() error {
 			switch err := room(); {
 			case errors.Is(err, syscall.ENOSPC):
-				e := refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name)
-				e.err = err
-				return e
+				return refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name).because(err)
 			case err != nil:
 				return s.unavailable(err)
 			}
@@ -865,9 +863,7 @@ func (s *service) usable() error {
 }
 
 func (s *service) unavailable(err error) error {
-	e := refuse("state_unavailable", "the records of %s cannot be read or written now", s.name)
-	e.err = err
-	return e
+	return refuse("state_unavailable", "the records of %s cannot be read or written now", s.name).because(err)
 }
 
 // requestRollback asks the operation to end. again tells that it is ending already.
