@@ -404,9 +404,7 @@ func (s *service) stopAndConfirm(ctx context.Context, rev *revision, dl *deadlin
 		if err := s.wait(ctx, min(pause, max(s.left(dl), time.Millisecond))); err != nil {
 			return err
 		}
-		if s.signals != nil {
-			s.signals.take() // only a reason to look
-		}
+		s.signals.take() // only a reason to look
 	}
 }
 

@@ -19,8 +19,7 @@ import (
 	"time"
 )
 
-// host is the world as a service is given it: the two drivers, six function values (wall clock, boot
-// clock, boot identity, image fetch and inspection, probe), and where the Quadlet directory is.
+// host is the world as a service is given it: the two drivers, the clocks, and what else it asks for.
 type host struct {
 	units      units
 	containers containers
@@ -103,11 +102,11 @@ type live struct {
 	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
 	checked     bool            // both were looked at
 	log         *operationLog   // of the operation under way or last ended
-	claimed     claim           // what the revision of the generation claimedBy runs as
 	recent      []pastOperation // the operations before it, newest first
-	unit        lookedUnit      // as last looked at, by whoever looked
-	container   lookedContainer
+	claimed     claim           // what the revision of the generation claimedBy runs as
 	claimedBy   int64
+	unit        lookedUnit // as last looked at, by whoever looked
+	container   lookedContainer
 	outcomes    map[state]int // operations that ended since Toad's start
 	enrolled    enrolled      // the enrollment as last read
 	enrollErr   error         // why there is none
@@ -495,23 +494,36 @@ func (s *service) left(d *deadline) time.Duration {
 	return d.At.Sub(s.host.wall())
 }
 
-// within bounds a step by a deadline and lets a rollback request end it.
-func (s *service) within(ctx context.Context, d *deadline) (context.Context, context.CancelFunc) {
+// step is a context that cancelStep ends; at once with what over says under mu, if that is not nil.
+func (s *service) step(ctx context.Context, over func() error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	s.mu.Lock()
 	s.cancelStep = cancel
-	requested := s.op().RollbackRequested && s.op().State != rollingBack
+	why := over()
 	s.mu.Unlock()
-	if requested {
-		cancel(errRequested)
+	if why != nil {
+		cancel(why)
 	}
-	ctx, stop := context.WithTimeoutCause(ctx, s.left(d), context.DeadlineExceeded)
 	return ctx, func() {
-		stop()
 		s.mu.Lock()
 		s.cancelStep = nil
 		s.mu.Unlock()
 		cancel(nil)
+	}
+}
+
+// within bounds a step by a deadline and lets a rollback request end it.
+func (s *service) within(ctx context.Context, d *deadline) (context.Context, context.CancelFunc) {
+	ctx, end := s.step(ctx, func() error {
+		if op := s.op(); op.RollbackRequested && op.State != rollingBack {
+			return errRequested
+		}
+		return nil
+	})
+	ctx, stop := context.WithTimeoutCause(ctx, s.left(d), context.DeadlineExceeded)
+	return ctx, func() {
+		stop()
+		end()
 	}
 }
 
@@ -546,6 +558,13 @@ func (s *service) hold(ctx context.Context, unit string) error {
 	}
 	s.signals, s.release, s.held = sig, release, unit
 	return nil
+}
+
+// tryHold holds a revision's unit where a host that does not answer is no reason to stop.
+func (s *service) tryHold(ctx context.Context, rev *revision) {
+	if err := s.hold(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
 }
 
 // bootNow tells this boot from any other: a reboot changes the kernel's boot id, a restarted user

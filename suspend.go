@@ -211,9 +211,7 @@ func (s *service) stayDown(ctx context.Context) error {
 		if err := s.wait(ctx, watchInterval); err != nil {
 			return err
 		}
-		if s.signals != nil {
-			s.signals.take()
-		}
+		s.signals.take()
 	}
 }
 
@@ -223,9 +221,7 @@ func (s *service) bringDown(ctx context.Context, rev *revision) error {
 	if err := s.owns(ctx, rev); err != nil {
 		return err
 	}
-	if err := s.hold(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
-		s.log.Warn("holding the unit", "err", err)
-	}
+	s.tryHold(ctx, rev)
 	return s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline)))
 }
 
