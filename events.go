@@ -1,6 +1,6 @@
-// events.go keeps the append-only, hash-chained event log and the operation logs, and is the one
-// place where text is made that a token holder or the page can read: fixed words around typed
-// values, never the text of a host's error.
+// events.go keeps the append-only, hash-chained event log and the operation logs, and the texts of both and
+// of failures, which token holders and the page can read: fixed words around typed values and other public
+// words, never the text of a host's error.
 package main
 
 import (

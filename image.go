@@ -88,11 +88,7 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 	p := &pull{registry: r, repository: repository, dir: dir}
 	defer p.close()
 
-	raw, err := readBlob(dir, digest)
-	haveManifest := err == nil
-	if absent(err) {
-		raw, err = p.document(ctx, "manifests", digest)
-	}
+	raw, fetched, err := p.obtain(ctx, "manifests", digest)
 	if err != nil {
 		return imageInfo{}, err
 	}
@@ -133,8 +129,8 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 	if err != nil {
 		return imageInfo{}, err
 	}
-	if got := info.platform; !samePlatform(got, platform) {
-		return imageInfo{}, failed("wrong_platform", nil, digest, publicPlatform(got), platform)
+	if err := info.checkPlatform(digest, platform); err != nil {
+		return imageInfo{}, err
 	}
 	for _, d := range missing {
 		if err := p.blob(ctx, d); err != nil {
@@ -142,7 +138,7 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 		}
 	}
 	// The manifest comes last: where it is, the rest has been.
-	if !haveManifest {
+	if fetched {
 		if err := writeFile(blobPath(dir, digest), raw); err != nil {
 			return imageInfo{}, err
 		}
@@ -163,13 +159,9 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 // nothing.
 func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize, platform string) error {
 	repository, digest, _ := strings.Cut(ref, "@")
-	p := &pull{registry: r, repository: repository}
+	p := &pull{registry: r, repository: repository, dir: dir}
 	defer p.close()
-	raw, err := readBlob(dir, digest)
-	fetched := absent(err)
-	if fetched {
-		raw, err = p.document(ctx, "manifests", digest)
-	}
+	raw, fetched, err := p.obtain(ctx, "manifests", digest)
 	if err != nil {
 		return err
 	}
@@ -180,10 +172,7 @@ func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize,
 	if fetched && m.size > int64(limit) {
 		return failed("image_too_large", nil, digest, m.size, fmt.Sprintf("the enrolled limit is %d", limit))
 	}
-	config, err := readBlob(dir, m.config.Digest.String())
-	if absent(err) {
-		config, err = p.document(ctx, "blobs", m.config.Digest.String())
-	}
+	config, _, err := p.obtain(ctx, "blobs", m.config.Digest.String())
 	if err != nil {
 		return err
 	}
@@ -191,10 +180,7 @@ func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize,
 	if err != nil {
 		return err
 	}
-	if got := info.platform; !samePlatform(got, platform) {
-		return failed("wrong_platform", nil, digest, publicPlatform(got), platform)
-	}
-	return nil
+	return info.checkPlatform(digest, platform)
 }
 
 // checkLayout hashes the manifest of that digest and everything it names. The error is errNotFound
@@ -542,6 +528,14 @@ func (m *manifest) describe(raw []byte) (platformInfo, error) {
 	return info, nil
 }
 
+// checkPlatform refuses the image of that digest on any other platform than its own.
+func (i platformInfo) checkPlatform(digest, platform string) error {
+	if !samePlatform(i.platform, platform) {
+		return failed("wrong_platform", nil, digest, publicPlatform(i.platform), platform)
+	}
+	return nil
+}
+
 // samePlatform compares system and architecture; a variant is not looked at.
 func samePlatform(a, b string) bool {
 	two := func(s string) string { return strings.Join(strings.SplitN(s+"//", "/", 3)[:2], "/") }
@@ -575,6 +569,15 @@ func (p *pull) close() {
 	if p.base != nil {
 		p.base.CloseIdleConnections()
 	}
+}
+
+// obtain reads a manifest or a config from the layout, or fetches it.
+func (p *pull) obtain(ctx context.Context, kind, digest string) (raw []byte, fetched bool, err error) {
+	if raw, err = readBlob(p.dir, digest); absent(err) {
+		raw, err = p.document(ctx, kind, digest)
+		fetched = true
+	}
+	return raw, fetched, err
 }
 
 // document fetches the bytes of a manifest or a config and verifies them.

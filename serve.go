@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -44,22 +45,19 @@ type daemon struct {
 func (d *daemon) all() []*service {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	list := make([]*service, 0, len(d.services))
-	for _, s := range d.services {
-		list = append(list, s)
-	}
-	slices.SortFunc(list, func(a, b *service) int { return strings.Compare(a.name, b.name) })
-	return list
+	return slices.SortedFunc(maps.Values(d.services), func(a, b *service) int { return strings.Compare(a.name, b.name) })
 }
 
 // service finds a service by name, one that was enrolled a moment ago included.
 func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
-		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
-			look()
-			if s := d.known(name); s != nil {
-				return s, nil
-			}
+		s := d.known(name)
+		if s == nil { // the directory is read for a name that is not known
+			d.refresh()
+			s = d.known(name)
+		}
+		if s != nil {
+			return s, nil
 		}
 	}
 	return nil, refuse("not_found", "there is no such service")
@@ -378,7 +376,7 @@ type ownPeers struct {
 	log   *slog.Logger
 	own   func() ([]net.Addr, error) // asked each time: a network may have been joined
 	slots chan struct{}
-	told  time.Time // when one was last closed and the log said so
+	told  minutely
 }
 
 func (l *ownPeers) Accept() (net.Conn, error) {
@@ -398,8 +396,7 @@ func (l *ownPeers) Accept() (net.Conn, error) {
 			}
 		}
 		c.Close()
-		if time.Since(l.told) > time.Minute { // whoever can connect must not fill the journal
-			l.told = time.Now()
+		if l.told.now() {
 			l.log.Warn("connection closed", "peer", c.RemoteAddr().String(), "because", why)
 		}
 	}

@@ -385,8 +385,7 @@ func (s *service) issue(actor, label string, verbs []string, expires time.Durati
 		return rec, "", fmt.Errorf("the random id %s is taken", rec.ID)
 	}
 	if expires > 0 {
-		at := now.Add(expires)
-		rec.ExpiresAt = &at
+		rec.ExpiresAt = new(now.Add(expires))
 	}
 	t := newToken(s.name, rec)
 	s.issued, s.owed = append(s.issued, t), append(s.owed, tokenEvent{"token-issued", rec.ID, actor})
@@ -459,8 +458,7 @@ func (s *service) saveUses() {
 	changed := false
 	for _, t := range s.issued {
 		if ms := t.used.Load(); ms != 0 && (t.UsedAt == nil || ms > t.UsedAt.UnixMilli()) {
-			at := time.UnixMilli(ms).UTC()
-			t.UsedAt, changed = &at, true
+			t.UsedAt, changed = new(time.UnixMilli(ms).UTC()), true
 		}
 	}
 	if changed {
@@ -492,8 +490,7 @@ func (s *service) listTokens() []tokenRecord {
 	for _, t := range s.issued {
 		rec := t.tokenRecord
 		if ms := t.used.Load(); ms != 0 {
-			at := time.UnixMilli(ms).UTC()
-			rec.UsedAt = &at
+			rec.UsedAt = new(time.UnixMilli(ms).UTC())
 		}
 		list = append(list, rec)
 	}
