@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"math"
 	"net/http"
 	"os"
@@ -189,6 +190,14 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 	}
 
+	d.fsckFiles(service, r, bad)
+	return all
+}
+
+// fsckFiles looks at every file of a service but the blobs of its images, each of which was hashed if it is
+// referred to. r is the service's record, nil if it is not to be trusted.
+func (d *dataDir) fsckFiles(service string, r *record, bad func(path, format string, a ...any)) {
+	dir := d.serviceFile(service)
 	_ = filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
 		if err != nil {
 			bad(path, "%v", err)
@@ -197,7 +206,7 @@ func (d *dataDir) fsckService(service string) []finding {
 		rel, _ := filepath.Rel(dir, path)
 		if e.IsDir() {
 			if rel == "images" {
-				return filepath.SkipDir // every blob that is referred to was hashed
+				return filepath.SkipDir
 			}
 			return nil
 		}
@@ -252,7 +261,6 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 		return nil
 	})
-	return all
 }
 
 var (
@@ -328,7 +336,7 @@ func verifyEventsTo(path string, size int64) (eventHead, error) {
 
 // evidence is what everything but the record to be put back says of a service.
 type evidence struct {
-	highest  int64             // above every number found
+	highest  int64             // of all numbers found
 	promoted int64             // the highest generation that some record says was promoted
 	accepted map[string]string // operations that were accepted: id → image, where it is known
 	ended    map[string]bool   // operations whose end the event log tells
@@ -502,22 +510,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
 	r.Held, r.Installed = nil, false
-	// What was asked for since the record was written is in the log.
-	last := func(kind string) int64 { return ev.asked[kind].Cursor }
-	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
-		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
-	}
-	if last("resume") > last("suspend") && r.Suspended != nil {
-		r.Suspended, r.Resume = nil, &resumption{Since: ev.asked["resume"].At, By: ev.asked["resume"].Actor}
-	}
-	if last("deploy") > last("retire") {
-		r.Retired = nil
-	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
-		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
-	}
-	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
-		r.Barrier = nil
-	}
+	ev.takeUp(r)
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	var untold []string // operations whose end no event tells
 	follows := func(op *operation, from state) {
@@ -541,13 +534,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		}
 		end(op)
 	}
-	for _, id := range slices.Sorted(func(yield func(string) bool) {
-		for id := range ev.accepted {
-			if !yield(id) {
-				return
-			}
-		}
-	}) {
+	for _, id := range slices.Sorted(maps.Keys(ev.accepted)) {
 		if r.Operation != nil && id <= r.Operation.ID {
 			continue
 		}
@@ -620,6 +607,25 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	return err
 }
 
+// takeUp makes of a record of before what was asked for since it was written, which is in the log.
+func (ev *evidence) takeUp(r *record) {
+	last := func(kind string) int64 { return ev.asked[kind].Cursor }
+	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
+		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
+	}
+	if e := ev.asked["resume"]; e.Cursor > last("suspend") && r.Suspended != nil {
+		r.Suspended, r.Resume = nil, &resumption{Since: e.At, By: e.Actor}
+	}
+	if last("deploy") > last("retire") {
+		r.Retired = nil
+	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
+		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
+	}
+	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+		r.Barrier = nil
+	}
+}
+
 // generationOf finds the generation of an operation by its revision; 0 if it got none.
 func (d *dataDir) generationOf(service, id string) int64 {
 	paths, _ := filepath.Glob(d.serviceFile(service, "revisions", "*.json"))
@@ -672,7 +678,7 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 		return "", fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
 	}
 	if r := (&record{}); readRecord(d.serviceFile(service, "service.json"), r) == nil && r.check() == nil {
-		if _, err := d.openEventsCheck(r); err == nil {
+		if d.eventsFit(r) {
 			return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
 		}
 		// The record is whole and the event log is not: the record itself says what is current.
@@ -685,21 +691,11 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 	return name + " from service.json.prev", d.restoreService(service, from, list, now)
 }
 
-// openEventsCheck tells whether the log ends where the record says, without changing it.
-func (d *dataDir) openEventsCheck(r *record) (eventHead, error) {
+// eventsFit tells whether the event log ends where the record says, without changing it: what its last
+// commit made known may be missing.
+func (d *dataDir) eventsFit(r *record) bool {
 	head, err := verifyEvents(d.serviceFile(r.Service, "events.jsonl"))
-	if err != nil {
-		return head, err
-	}
-	if head == r.EventHead {
-		return head, nil
-	}
-	for _, e := range r.Events {
-		if head == (eventHead{e.Cursor, e.Hash}) {
-			return head, nil
-		}
-	}
-	return head, errCorrupt
+	return err == nil && (head == r.EventHead || slices.ContainsFunc(r.Events, func(e event) bool { return head == eventHead{e.Cursor, e.Hash} }))
 }
 
 // backupEnd is the last member of a backup: without it the backup is not whole.
@@ -709,13 +705,14 @@ const backupEnd = "toad-backup-complete"
 // around what changes; the rest is immutable.
 func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()), now time.Time) error {
 	tw := tar.NewWriter(w)
-	add := func(rel string, data []byte) error {
-		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: int64(len(data)), ModTime: now, Format: tar.FormatPAX}); err != nil {
+	copyIn := func(rel string, from io.Reader, size int64) error {
+		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: size, ModTime: now, Format: tar.FormatPAX}); err != nil {
 			return err
 		}
-		_, err := tw.Write(data)
+		_, err := io.CopyN(tw, from, size)
 		return err
 	}
+	add := func(rel string, data []byte) error { return copyIn(rel, bytes.NewReader(data), int64(len(data))) }
 	addFile := func(rel string) error {
 		f, err := os.Open(filepath.Join(d.path, rel))
 		if err != nil {
@@ -726,11 +723,7 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		if err != nil {
 			return err
 		}
-		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: st.Size(), ModTime: now, Format: tar.FormatPAX}); err != nil {
-			return err
-		}
-		_, err = io.CopyN(tw, f, st.Size())
-		return err
+		return copyIn(rel, f, st.Size())
 	}
 	if err := addFile("id"); err != nil {
 		return fmt.Errorf("backing up: %w", err)
@@ -762,7 +755,8 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		} else if err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
-		if err = decodeRecord(main, &record{}); err == nil && tokens != nil {
+		r := &record{}
+		if err = decodeRecord(main, r); err == nil && tokens != nil {
 			err = decodeRecord(tokens, &tokenFile{})
 		}
 		if err != nil {
@@ -789,16 +783,11 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 			}
 		}
 		// A promotion meanwhile takes away the bytes that were retained when the record was read.
-		r := &record{}
-		if err := decodeRecord(main, r); err != nil {
-			return fmt.Errorf("backing up %s: %w", name, err)
-		}
 		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
 			if p == nil || r.Retired != nil {
 				continue
 			}
-			blob := d.serviceFile(name, "images", "blobs", "sha256", strings.TrimPrefix(p.digest(), "sha256:"))
-			if _, err := os.Stat(blob); errors.Is(err, fs.ErrNotExist) && had[p.digest()] {
+			if _, err := os.Stat(blobPath(d.serviceFile(name, "images"), p.digest())); errors.Is(err, fs.ErrNotExist) && had[p.digest()] {
 				return fmt.Errorf("backing up %s: it was promoted meanwhile; begin again", name)
 			}
 		}
@@ -817,38 +806,8 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		return nil, err
 	}
 	defer os.RemoveAll(tmp)
-	whole := false
-	for tr := tar.NewReader(r); ; {
-		h, err := tr.Next()
-		if errors.Is(err, io.EOF) {
-			break
-		} else if err != nil {
-			return nil, fmt.Errorf("reading the backup: %w", err)
-		}
-		if h.Name == backupEnd {
-			whole = true
-			break
-		}
-		if !filepath.IsLocal(h.Name) || h.Typeflag != tar.TypeReg || h.Name != "id" && !strings.HasPrefix(h.Name, "services/") {
-			return nil, fmt.Errorf("reading the backup: %q does not belong into one", h.Name)
-		}
-		path := filepath.Join(tmp, h.Name)
-		if err := makeDir(filepath.Dir(path)); err != nil {
-			return nil, err
-		}
-		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-		if err == nil {
-			if _, err = io.Copy(f, tr); err == nil {
-				err = f.Sync()
-			}
-			err = errors.Join(err, f.Close())
-		}
-		if err != nil {
-			return nil, fmt.Errorf("reading the backup: %w", err)
-		}
-	}
-	if !whole {
-		return nil, errors.New("reading the backup: it is cut off; nothing was changed")
+	if err := unpackBackup(r, tmp); err != nil {
+		return nil, fmt.Errorf("reading the backup: %w", err)
 	}
 	b := &dataDir{path: tmp, quadlets: d.quadlets}
 	if err := b.readID(); err != nil {
@@ -926,6 +885,37 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		done = append(done, name+": put back")
 	}
 	return done, nil
+}
+
+// unpackBackup writes the members of a backup into a directory of its own.
+func unpackBackup(r io.Reader, dir string) error {
+	for tr := tar.NewReader(r); ; {
+		h, err := tr.Next()
+		switch {
+		case errors.Is(err, io.EOF):
+			return errors.New("it is cut off; nothing was changed")
+		case err != nil:
+			return err
+		case h.Name == backupEnd:
+			return nil
+		case !filepath.IsLocal(h.Name) || h.Typeflag != tar.TypeReg || h.Name != "id" && !strings.HasPrefix(h.Name, "services/"):
+			return fmt.Errorf("%q does not belong into one", h.Name)
+		}
+		path := filepath.Join(dir, h.Name)
+		if err := makeDir(filepath.Dir(path)); err != nil {
+			return err
+		}
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		if err != nil {
+			return err
+		}
+		if _, err = io.Copy(f, tr); err == nil {
+			err = f.Sync()
+		}
+		if err := errors.Join(err, f.Close()); err != nil {
+			return err
+		}
+	}
 }
 
 // restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.
