@@ -726,7 +726,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 		}
 		return writeJSON(w, http.StatusOK, answer)
 	}
-	return d.answerSubmit(w, s, sub)
+	return answerSubmit(w, s, sub)
 }
 
 // postServiceRollback is for the service that is named; where none is, for the token's own.
@@ -742,11 +742,11 @@ func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) err
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
+	return answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
 		hash: hashRequest("rollback", s.name, fmt.Sprint(*req.ExpectedGeneration))})
 }
 
-func (d *daemon) answerSubmit(w http.ResponseWriter, s *service, sub submission) error {
+func answerSubmit(w http.ResponseWriter, s *service, sub submission) error {
 	op, existing, err := s.submit(sub)
 	if err != nil {
 		return err

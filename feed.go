@@ -42,13 +42,12 @@ func wireEventOf(e event) wireEvent {
 }
 
 const (
-	eventsPage    = 500              // the most events of one answer
-	streamPage    = 100              // and of one write to a stream
-	heartbeat     = 15 * time.Second // a stream is never silent for longer, so that proxies keep it
-	writePatience = 30 * time.Second // who does not take what is written within that is let go
+	eventsPage = 500              // the most events of one answer
+	streamPage = 100              // and of one write to a stream
+	heartbeat  = 15 * time.Second // a stream is never silent for longer, so that proxies keep it
 )
 
-// stream is an answer whose writes are sent at once, each taken by the client in time or failed.
+// stream is an answer whose writes are sent at once, each taken by the client in time (see reply) or failed.
 type stream struct {
 	w  http.ResponseWriter
 	rc *http.ResponseController
@@ -57,7 +56,6 @@ type stream struct {
 func newStream(w http.ResponseWriter) stream { return stream{w, http.NewResponseController(w)} }
 
 func (s stream) Write(b []byte) (int, error) {
-	_ = s.rc.SetWriteDeadline(time.Now().Add(writePatience))
 	n, err := s.w.Write(b)
 	if err == nil {
 		err = s.rc.Flush()

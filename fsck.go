@@ -974,7 +974,7 @@ func (d *daemon) restore(ctx context.Context, name string) (string, error) {
 		ondisk := &record{}
 		if err := readRecord(s.data.serviceFile(s.name, "service.json"), ondisk); err != nil {
 			if head, err := verifyEvents(s.data.serviceFile(s.name, "events.jsonl")); err == nil && head == r.eventEnd() {
-				if err := s.commitLocked(func(*record) error { return nil }, event{Type: "restore", Actor: "local", Detail: "written again from the running server's memory"}); err != nil {
+				if err := s.commitLocked(unchanged, event{Type: "restore", Actor: "local", Detail: "written again from the running server's memory"}); err != nil {
 					return "", err
 				}
 				return filepath.Join("services", s.name, "service.json") + " from the running server's memory", nil
@@ -1059,7 +1059,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 	c := localClient(fs, stdout, stderr)
 	var f dataFlags
 	f.register(fs)
-	restore := fs.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
+	restore := fs.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json or tokens.json")
 	cmd := newCommand(fs, "", "check every record; changes nothing without --restore", "", func(ctx context.Context, _ []string) error {
 		var answer wireFsck
 		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, &answer, 10*time.Minute)

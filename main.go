@@ -33,11 +33,11 @@
 //
 // Whoever has a token reaches the server with --server URL instead: the token is in TOAD_TOKEN or in the
 // file that --token-file names, and never on the command line. It is for one service, and does of
-// `status`, `deploy`, `watch`, `rollback`, `log` and `history` what its verbs allow. `token` issues, lists
-// and revokes them, over the socket alone; a token is printed once.
+// `status`, `deploy`, `watch`, `rollback`, `log`, `history`, `events` and `reconcile` what its verbs allow.
+// `token` issues, lists and revokes them, over the socket alone; a token is printed once.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
-// puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
+// puts one service.json or tokens.json back from its predecessor. Whatever is restored, by name or from a backup, never
 // undoes a generation, an accepted operation or a promotion: every request made before is stale then, and
 // what the evidence contradicts is refused.
 //

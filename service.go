@@ -281,7 +281,7 @@ func (s *service) commitCounted() error {
 	if err := s.data.room(); err != nil {
 		return err
 	}
-	return s.commit(func(*record) error { return nil })
+	return s.commit(unchanged)
 }
 
 // stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
@@ -342,6 +342,9 @@ func (s *service) commit(change func(r *record) error, events ...event) error {
 	defer s.mu.Unlock()
 	return s.commitLocked(change, events...)
 }
+
+// unchanged is the change of a commit for its events alone.
+func unchanged(*record) error { return nil }
 
 func (s *service) commitLocked(change func(r *record) error, events ...event) (err error) {
 	if s.broken != nil {

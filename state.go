@@ -755,10 +755,10 @@ func (d *dataDir) withReserve(write func() error) error {
 
 // save commits a service's record, on a full disk with the reserve's help.
 func (d *dataDir) save(r *record) error {
-	if err := r.check(); err != nil {
-		return fmt.Errorf("refusing to write: %w", err)
-	}
 	path := d.serviceFile(r.Service, "service.json")
+	if err := r.check(); err != nil {
+		return fmt.Errorf("refusing to write %s: %w", path, err)
+	}
 	return d.withReserve(func() error { return writeRecord(path, r) })
 }
 

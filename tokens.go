@@ -346,7 +346,7 @@ func (s *service) tellTokens() error {
 		}
 	}
 	if len(events) > 0 {
-		if err := s.commitLocked(func(*record) error { return nil }, events...); err != nil {
+		if err := s.commitLocked(unchanged, events...); err != nil {
 			return err
 		}
 	}

@@ -137,7 +137,7 @@ func (s *service) whileIdle(ctx context.Context, now duty) (context.Context, con
 
 // tell commits an event of the running service.
 func (s *service) tell(typ, detail string) error {
-	return s.commit(func(r *record) error { return nil }, event{Type: typ, Detail: detail, Operation: s.currentOperation()})
+	return s.commit(unchanged, event{Type: typ, Detail: detail, Operation: s.currentOperation()})
 }
 
 // currentOperation is the operation that made the current revision.
