@@ -279,7 +279,13 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		}
 	}
 
-	// No new operation; who waits is answered; an operation under way stays as it is on disk.
+	d.stop(ctx, servers, cancel)
+	return err
+}
+
+// stop ends the server in order: no new operation is taken, who waits is answered, and an operation under way
+// stays as it is on disk. cancel ends what runs in d.ctx.
+func (d *daemon) stop(ctx context.Context, servers []*http.Server, cancel func()) {
 	notify("STOPPING=1")
 	for _, s := range d.all() {
 		s.live.Lock()
@@ -287,27 +293,26 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		s.live.Unlock()
 	}
 	close(d.stopping)
-	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
-	defer stop()
+	ctx, end := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer end()
 	for _, srv := range servers {
-		if srv.Shutdown(sctx) != nil {
+		if srv.Shutdown(ctx) != nil {
 			_ = srv.Close() // nothing is answered from records that the next one may write
 		}
 	}
 	cancel()
 	d.wg.Wait()
 	for _, s := range d.all() {
-		if eerr := s.tally.end(s.commitCounted); eerr != nil {
-			log.Error("writing counted events", "service", s.name, "err", eerr)
+		if err := s.tally.end(s.commitCounted); err != nil {
+			d.log.Error("writing counted events", "service", s.name, "err", err)
 		}
 	}
-	if eerr := data.own.tally.end(func() error { return data.own.write() }); eerr != nil {
-		log.Error("writing toad's own counted events", "err", eerr)
+	if err := d.data.own.tally.end(func() error { return d.data.own.write() }); err != nil {
+		d.log.Error("writing toad's own counted events", "err", err)
 	}
-	if eerr := data.ownEvent("stop", ""); eerr != nil {
-		log.Error("writing toad's own event", "err", eerr)
+	if err := d.data.ownEvent("stop", ""); err != nil {
+		d.log.Error("writing toad's own event", "err", err)
 	}
-	return err
 }
 
 // servePage begins to serve the page, to the gateway alone.
@@ -493,7 +498,7 @@ func (s *self) ask(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	mounts, _, err := s.podman.Self(ctx, name)
+	mounts, err := s.podman.Self(ctx, name)
 	if err != nil && !errors.Is(err, errNotFound) {
 		return err
 	}
