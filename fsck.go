@@ -51,7 +51,7 @@ type wireFsck struct {
 // server's commit is seen whole.
 func (d *dataDir) fsck(lock func(service string) (unlock func())) []finding {
 	var all []finding
-	if err := d.readID(); err != nil {
+	if _, err := d.readID(); err != nil {
 		all = append(all, finding{File: "id", Problem: err.Error()})
 	}
 	if c := d.audit("", lock); c.Problem != "" {
@@ -810,10 +810,10 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		return nil, fmt.Errorf("reading the backup: %w", err)
 	}
 	b := &dataDir{path: tmp, quadlets: d.quadlets}
-	if err := b.readID(); err != nil {
+	if b.id, err = b.readID(); err != nil {
 		return nil, fmt.Errorf("reading the backup: %w", err)
 	}
-	switch err := d.readID(); {
+	switch d.id, err = d.readID(); {
 	case errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt):
 		d.id = b.id
 		if err := writeFile(filepath.Join(d.path, "id"), []byte(d.id+"\n")); err != nil {
@@ -1070,7 +1070,7 @@ func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
 			}
 			defer d.close()
 			if *restore != "" {
-				if err := d.readID(); err != nil {
+				if d.id, err = d.readID(); err != nil {
 					return err
 				}
 				if answer.Restored, err = d.restoreNamed(*restore, running, time.Now().UTC().Truncate(time.Millisecond)); err != nil {

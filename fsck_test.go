@@ -43,6 +43,18 @@ func TestFsckFindsNothingInWholeRecords(t *testing.T) {
 	})
 }
 
+// A damaged id is told, and the running server goes on under the one that its units carry.
+func TestFsckOfADamagedID(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		id := w.data.id
+		must(t, os.WriteFile(filepath.Join(w.data.path, "id"), []byte("x\n"), 0o600))
+		if f := w.findings(); len(f) != 1 || f[0].File != "id" || w.data.id != id {
+			t.Errorf("findings %+v; the id is %q and was %q", f, w.data.id, id)
+		}
+	})
+}
+
 // Every kind of damage closes the service for admission or is at least reported; the workload runs on,
 // and nothing but that is changed.
 func TestDamagedRecords(t *testing.T) {

@@ -660,7 +660,7 @@ func (d *dataDir) open() error {
 			return err
 		}
 	}
-	err := d.readID()
+	id, err := d.readID()
 	if errors.Is(err, fs.ErrNotExist) {
 		if names, _ := d.services(); len(names) > 0 {
 			return fmt.Errorf("%w; it is missing, and services are not: put it back from a backup", err)
@@ -670,20 +670,21 @@ func (d *dataDir) open() error {
 	} else if err != nil {
 		return err
 	}
+	d.id = id
 	return syncFile(filepath.Join(d.path, "id")) // units will carry it
 }
 
-// readID reads DATA/id.
-func (d *dataDir) readID() error {
+// readID reads DATA/id. Only who opens the directory sets d.id: a running server goes on under its own.
+func (d *dataDir) readID() (string, error) {
 	b, err := os.ReadFile(filepath.Join(d.path, "id"))
 	if err != nil {
-		return fmt.Errorf("reading the id: %w", err)
+		return "", fmt.Errorf("reading the id: %w", err)
 	}
-	d.id = strings.TrimSpace(string(b))
-	if !dataID.MatchString(d.id) {
-		return fmt.Errorf("reading the id: %w: put it back from a backup", errCorrupt)
+	id := strings.TrimSpace(string(b))
+	if !dataID.MatchString(id) {
+		return "", fmt.Errorf("reading the id: %w: put it back from a backup", errCorrupt)
 	}
-	return nil
+	return id, nil
 }
 
 // holder says who noted itself in a lock file, for a message only.
