@@ -226,7 +226,7 @@ func readEnd(path string) (*eventLog, error) {
 	l := &eventLog{path: path, grown: make(chan struct{})}
 	b, err := tail(l.path, 1<<20)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("reading %s: %w: %w", l.path, errStorage, err)
+		return nil, storageError("reading", l.path, err)
 	}
 	end := bytes.LastIndexByte(b, '\n') + 1
 	if st, err := os.Stat(l.path); err == nil {
@@ -622,12 +622,12 @@ func (t *tally) run(ctx context.Context, write func() error) {
 // appendDurably cuts the file at size, appends and syncs.
 func appendDurably(path string, size int64, lines []byte) error {
 	if err := boundary("append", path); err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	_, statErr := os.Lstat(path)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	defer f.Close()
 	if st, serr := f.Stat(); serr == nil && st.Size() < size { // what was known to be durable is gone
@@ -639,7 +639,7 @@ func appendDurably(path string, size int64, lines []byte) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	if statErr != nil {
 		return syncDir(filepath.Dir(path))

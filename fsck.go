@@ -641,10 +641,10 @@ func (d *dataDir) generationOf(service, id string) int64 {
 // setAside keeps a damaged file beside its successor, for a person.
 func setAside(path, stamp string) error {
 	if err := boundary("set-aside", path); err != nil {
-		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+		return storageError("setting aside", path, err)
 	}
 	if err := os.Rename(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+		return storageError("setting aside", path, err)
 	}
 	return syncDir(filepath.Dir(path))
 }

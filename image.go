@@ -297,7 +297,7 @@ func openBlob(dir, digest string) (*os.File, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("opening blob %s: %w", digest, errNotFound)
 	} else if err != nil {
-		return nil, fmt.Errorf("opening blob %s: %w: %w", digest, errStorage, err)
+		return nil, storageError("opening blob", digest, err)
 	}
 	return f, nil
 }
@@ -311,7 +311,7 @@ func copyBlob(w io.Writer, dir string, d v1.Descriptor) error {
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return fmt.Errorf("reading blob %s: %w: %w", d.Digest, errStorage, err)
+		return storageError("reading blob", d.Digest.String(), err)
 	}
 	if st.Size() != d.Size {
 		return fmt.Errorf("blob %s: %w: it has %d bytes and not %d", d.Digest, errDamaged, st.Size(), d.Size)
@@ -387,7 +387,7 @@ func addToIndex(dir string, d v1.Descriptor) error {
 func freeSpace(dir string) (int64, error) {
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(dir, &st); err != nil {
-		return 0, fmt.Errorf("asking for the free space of %s: %w: %w", dir, errStorage, err)
+		return 0, storageError("asking for the free space of", dir, err)
 	}
 	return int64(st.Bavail) * int64(st.Bsize), nil
 }
@@ -612,13 +612,12 @@ func (p *pull) blob(ctx context.Context, d v1.Descriptor) error {
 		return failed("digest_mismatch", errMismatch, digest)
 	}
 	path := blobPath(p.dir, digest)
-	storage := func(err error) error { return fmt.Errorf("writing %s: %w: %w", path, errStorage, err) }
 	if err := boundary("write", path); err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	f, err := renameio.NewPendingFile(path, renameio.WithTempDir(filepath.Dir(path)), renameio.WithStaticPermissions(0o600))
 	if err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	defer f.Cleanup()
 	hash := sha256.New()
@@ -627,16 +626,16 @@ func (p *pull) blob(ctx context.Context, d v1.Descriptor) error {
 	if broken := source.broken(); broken != nil {
 		return fetchFailed(ctx, digest, broken)
 	} else if err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	if n != d.Size || hex.EncodeToString(hash.Sum(nil)) != d.Digest.Hex {
 		return failed("digest_mismatch", errMismatch, digest)
 	}
 	if err := boundary("replace", path); err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	if err := f.CloseAtomicallyReplace(); err != nil { // fsync, close, rename
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	return syncDir(filepath.Dir(path))
 }

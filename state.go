@@ -42,6 +42,11 @@ var (
 	errCorrupt = errors.New("corrupt record")
 )
 
+// storageError is a step on the disk that failed.
+func storageError(doing, what string, err error) error {
+	return fmt.Errorf("%s %s: %w: %w", doing, what, errStorage, err)
+}
+
 // state is the state of an operation.
 type state string
 
@@ -413,21 +418,21 @@ func writeFile(path string, data []byte) error { return writeFileMode(path, data
 func writeFileMode(path string, data []byte, mode fs.FileMode) error {
 	dir := filepath.Dir(path)
 	if err := boundary("write", path); err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	t, err := renameio.NewPendingFile(path, renameio.WithTempDir(dir), renameio.WithStaticPermissions(mode))
 	if err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	defer t.Cleanup()
 	if _, err := t.Write(data); err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	if err := boundary("replace", path); err != nil {
-		return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		return storageError("replacing", path, err)
 	}
 	if err := t.CloseAtomicallyReplace(); err != nil { // fsync, close, rename
-		return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		return storageError("replacing", path, err)
 	}
 	return syncDir(dir)
 }
@@ -435,7 +440,7 @@ func writeFileMode(path string, data []byte, mode fs.FileMode) error {
 // syncDir makes the names in a directory durable.
 func syncDir(dir string) error {
 	if err := boundary("syncdir", dir); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+		return storageError("syncing", dir, err)
 	}
 	return syncPath(dir)
 }
@@ -451,11 +456,11 @@ func syncFile(path string) error {
 func syncPath(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
+		return storageError("syncing", path, err)
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
+		return storageError("syncing", path, err)
 	}
 	return nil
 }
@@ -472,10 +477,10 @@ func makeDir(dir string) error {
 		return err
 	}
 	if err := boundary("mkdir", dir); err != nil {
-		return fmt.Errorf("making %s: %w: %w", dir, errStorage, err)
+		return storageError("making", dir, err)
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return fmt.Errorf("making %s: %w: %w", dir, errStorage, err)
+		return storageError("making", dir, err)
 	}
 	return syncDir(filepath.Dir(dir))
 }
@@ -483,10 +488,10 @@ func makeDir(dir string) error {
 // removeFile removes a file durably; one that is not there is no error.
 func removeFile(path string) error {
 	if err := boundary("remove", path); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
+		return storageError("removing", path, err)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
+		return storageError("removing", path, err)
 	}
 	// One that is gone already may have been removed by a predecessor that was killed before the sync.
 	if _, err := os.Stat(filepath.Dir(path)); errors.Is(err, fs.ErrNotExist) {
@@ -568,12 +573,12 @@ func writeRecord(path string, v any) error {
 	}
 	if old, err := os.ReadFile(path); err == nil && checkSum(old) == nil {
 		if err := boundary("keep", path); err != nil {
-			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
+			return storageError("keeping the predecessor of", path, err)
 		}
 		tmp := path + ".prev.new"
 		os.Remove(tmp)
 		if err := errors.Join(os.Link(path, tmp), os.Rename(tmp, path+".prev")); err != nil {
-			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
+			return storageError("keeping the predecessor of", path, err)
 		}
 		os.Remove(tmp) // renaming does nothing if a killed predecessor came as far: both are one file
 	}
@@ -709,7 +714,7 @@ func (d *dataDir) room() error {
 		return d.space()
 	}
 	if err := boundary("reserve", path); err != nil {
-		return fmt.Errorf("making %s: %w: %w", path, errStorage, err)
+		return storageError("making", path, err)
 	}
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
 	if err == nil {
@@ -736,7 +741,7 @@ func (d *dataDir) space() error {
 	var st syscall.Statfs_t
 	switch err := syscall.Statfs(d.path, &st); {
 	case err != nil:
-		return fmt.Errorf("asking for the free space of %s: %w: %w", d.path, errStorage, err)
+		return storageError("asking for the free space of", d.path, err)
 	case st.Bavail*uint64(st.Bsize) < 1<<20:
 		return fmt.Errorf("%w: %w: less than 1 MiB is free in %s", errStorage, syscall.ENOSPC, d.path)
 	case st.Files > 0 && st.Ffree < 32: // some file systems make inodes as they go, and count none
@@ -856,24 +861,20 @@ func (d *dataDir) archive(service string, op *operation) error {
 		}
 	}
 	path := d.serviceFile(service, "operations", op.ID+".json")
-	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
-		if err := writeRecord(path, &archived{Version: recordVersion, Service: service, Operation: *op}); err != nil {
-			return err
-		}
-	} else if err != nil {
-		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
-	} else if err := syncFile(path); err != nil { // found: maybe renamed and not synced before a kill
-		return err
+	if err := writeOnce(path, &archived{Version: recordVersion, Service: service, Operation: *op}); err != nil || op.Key == "" {
+		return err // of one without a key the event log alone told, after a restore
 	}
-	if op.Key == "" {
-		return nil // told by the event log alone, after a restore
-	}
-	path = d.keyPath(service, op.Key)
+	return writeOnce(d.keyPath(service, op.Key), &keyFile{Version: recordVersion, Operation: op.ID, RequestHash: op.RequestHash,
+		State: op.State, FinishedAt: *op.FinishedAt})
+}
+
+// writeOnce writes a record that never changes. One that is found is made durable: it may have been renamed
+// and not synced before a kill.
+func writeOnce(path string, v any) error {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
-		return writeRecord(path, &keyFile{Version: recordVersion, Operation: op.ID, RequestHash: op.RequestHash,
-			State: op.State, FinishedAt: *op.FinishedAt})
+		return writeRecord(path, v)
 	} else if err != nil {
-		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
+		return storageError("looking for", path, err)
 	}
 	return syncFile(path)
 }

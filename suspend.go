@@ -6,7 +6,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -391,10 +390,10 @@ func (s *service) clear(ctx context.Context) error {
 		}
 	}
 	if err := boundary("remove", s.images()); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", s.images(), errStorage, err)
+		return storageError("removing", s.images(), err)
 	}
 	if err := os.RemoveAll(s.images()); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", s.images(), errStorage, err)
+		return storageError("removing", s.images(), err)
 	}
 	return syncDir(filepath.Dir(s.images()))
 }
