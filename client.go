@@ -1,6 +1,7 @@
 // client.go is the operator's side: it speaks HTTP to a running server and knows its wire types,
-// never a record. What it prints comes from a server and may carry a workload's words: all of it
-// passes printLine or document, which let no control character through to a terminal.
+// never a record. What it prints comes from a server and may carry a workload's words: all of it passes
+// printable or escaped, which let no control character through to a terminal. Elsewhere than on a terminal
+// a candidate's own output comes as it was written.
 package main
 
 import (
@@ -1028,7 +1029,11 @@ func reconcileCmd(stdout, stderr io.Writer) *ffcli.Command {
 	return newCommand(fs, "SERVICE [OPERATION]", "acknowledge an operation that went wrong, and lift its barrier",
 		"Without OPERATION it is the one that the service names just before.",
 		func(ctx context.Context, args []string) error {
-			return c.reconcile(ctx, args[0], strings.Join(args[1:], ""))
+			id := ""
+			if len(args) > 1 {
+				id = args[1]
+			}
+			return c.reconcile(ctx, args[0], id)
 		})
 }
 
