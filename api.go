@@ -30,8 +30,10 @@ import (
 // Durations go over the wire in seconds, times as RFC 3339 UTC with milliseconds.
 type wireTime time.Time
 
+const wireTimeForm = "2006-01-02T15:04:05.000Z"
+
 func (t wireTime) MarshalJSON() ([]byte, error) {
-	return []byte(`"` + time.Time(t).UTC().Format("2006-01-02T15:04:05.000Z") + `"`), nil
+	return []byte(`"` + time.Time(t).UTC().Format(wireTimeForm) + `"`), nil
 }
 
 func (t *wireTime) UnmarshalJSON(b []byte) error {
@@ -243,6 +245,12 @@ type apiError struct {
 
 func (e *apiError) Error() string { return e.Code + ": " + e.Detail }
 func (e *apiError) Unwrap() error { return e.err }
+
+// because adds what the journal is told.
+func (e *apiError) because(err error) *apiError {
+	e.err = err
+	return e
+}
 
 // statuses maps each code to its HTTP status.
 var statuses = map[string]int{
@@ -505,16 +513,33 @@ func (h *headerOnly) Header() http.Header         { return h.header }
 func (h *headerOnly) Write(b []byte) (int, error) { return len(b), nil }
 func (h *headerOnly) WriteHeader(status int)      { h.status = status }
 
+// setType says what an answer is; no cache keeps one.
+func setType(w http.ResponseWriter, kind string) {
+	w.Header().Set("Content-Type", kind)
+	w.Header().Set("Cache-Control", "no-store")
+}
+
 func writeJSON(w http.ResponseWriter, status int, v any) error {
+	return writeDocument(w, "application/json", status, v)
+}
+
+func writeDocument(w http.ResponseWriter, kind string, status int, v any) error {
 	b, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {
 		return fmt.Errorf("encoding an answer: %w", err)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("Cache-Control", "no-store")
+	setType(w, kind)
 	w.WriteHeader(status)
 	_, _ = w.Write(append(b, '\n')) // a client that went away is no error of ours
 	return nil
+}
+
+// begun is the status of an answer that names what begins, or what is so already.
+func begun(begins bool) int {
+	if begins {
+		return http.StatusAccepted
+	}
+	return http.StatusOK
 }
 
 // writeError answers with a problem. What is not a refusal is told as internal, its text to the journal only.
@@ -544,11 +569,7 @@ func (d *daemon) writeError(w http.ResponseWriter, r *http.Request, err error) {
 	case e.retry > 0:
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(e.retry.Seconds()))))
 	}
-	b, _ := json.MarshalIndent(p, "", "  ")
-	w.Header().Set("Content-Type", "application/problem+json")
-	w.Header().Set("Cache-Control", "no-store")
-	w.WriteHeader(e.Status)
-	_, _ = w.Write(append(b, '\n'))
+	_ = writeDocument(w, "application/problem+json", e.Status, p) // a problem can be encoded
 }
 
 // checkQuery lets through the named parameters, each once. What is not understood is refused: a request
@@ -688,12 +709,9 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 	if err := checkForm(req.IdempotencyKey, *req.ExpectedGeneration); err != nil {
 		return err
 	}
-	dry := false
-	if v := r.URL.Query().Get("dry_run"); v != "" {
-		var err error
-		if dry, err = strconv.ParseBool(v); err != nil {
-			return invalid("dry_run", "dry_run must be true or false")
-		}
+	dry, err := boolOf(r, "dry_run")
+	if err != nil {
+		return err
 	}
 	s, err := d.serviceOf(callerOf(r), req.Service)
 	if err != nil {
@@ -708,7 +726,7 @@ func (d *daemon) postDeployment(w http.ResponseWriter, r *http.Request) error {
 		}
 		return writeJSON(w, http.StatusOK, answer)
 	}
-	return d.answerSubmit(w, s, sub)
+	return answerSubmit(w, s, sub)
 }
 
 // postServiceRollback is for the service that is named; where none is, for the token's own.
@@ -724,20 +742,17 @@ func (d *daemon) postServiceRollback(w http.ResponseWriter, r *http.Request) err
 	if err != nil {
 		return err
 	}
-	return d.answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
+	return answerSubmit(w, s, submission{kind: "rollback", expected: *req.ExpectedGeneration, key: req.IdempotencyKey, actor: callerOf(r).actor(),
 		hash: hashRequest("rollback", s.name, fmt.Sprint(*req.ExpectedGeneration))})
 }
 
-func (d *daemon) answerSubmit(w http.ResponseWriter, s *service, sub submission) error {
+func answerSubmit(w http.ResponseWriter, s *service, sub submission) error {
 	op, existing, err := s.submit(sub)
 	if err != nil {
 		return err
 	}
 	w.Header().Set("Location", "/v1/operations/"+op.ID)
-	if existing {
-		return writeJSON(w, http.StatusOK, s.wire(op))
-	}
-	return writeJSON(w, http.StatusAccepted, s.wire(op))
+	return writeJSON(w, begun(!existing), s.wire(op))
 }
 
 func (d *daemon) postReconcile(w http.ResponseWriter, r *http.Request) error {
@@ -780,20 +795,16 @@ func (d *daemon) postRetire(w http.ResponseWriter, r *http.Request) error {
 }
 
 // answerAsked answers with the service: 202 if something begins, 200 if nothing has to be waited for.
-func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s *service) (begun bool, err error)) error {
+func (d *daemon) answerAsked(w http.ResponseWriter, r *http.Request, ask func(s *service) (begins bool, err error)) error {
 	s, err := d.serviceOf(callerOf(r), r.PathValue("service"))
 	if err != nil {
 		return err
 	}
-	begun, err := ask(s)
+	begins, err := ask(s)
 	if err != nil {
 		return err
 	}
-	status := http.StatusOK
-	if begun {
-		status = http.StatusAccepted
-	}
-	return writeJSON(w, status, s.view(callerOf(r).local()))
+	return writeJSON(w, begun(begins), s.view(callerOf(r).local()))
 }
 
 // visible are the services that a caller may know of.
@@ -829,9 +840,7 @@ func (d *daemon) findOperation(c caller, id string) (*service, *operation, error
 			case err == nil:
 				return s, op, nil
 			case !errors.Is(err, errNotFound):
-				e := refuse("state_unavailable", "the record of this operation cannot be read")
-				e.err = err
-				return nil, nil, e
+				return nil, nil, refuse("state_unavailable", "the record of this operation cannot be read").because(err)
 			}
 		}
 	}
@@ -878,6 +887,19 @@ func (d *daemon) getOperation(w http.ResponseWriter, r *http.Request) error {
 	return writeJSON(w, http.StatusOK, s.wire(op))
 }
 
+// boolOf is a parameter of the query that is true or false; one that is not there is false.
+func boolOf(r *http.Request, name string) (bool, error) {
+	v := r.URL.Query().Get(name)
+	if v == "" {
+		return false, nil
+	}
+	b, err := strconv.ParseBool(v)
+	if err != nil {
+		return false, invalid(name, "%s must be true or false", name)
+	}
+	return b, nil
+}
+
 func waitOf(r *http.Request) (time.Duration, error) {
 	v := r.FormValue("wait")
 	if v == "" {
@@ -894,32 +916,25 @@ func waitOf(r *http.Request) (time.Duration, error) {
 const logQuiet = 300 * time.Millisecond
 
 func (d *daemon) getLog(w http.ResponseWriter, r *http.Request) error {
-	follow := false
-	if v := r.FormValue("follow"); v != "" {
-		var err error
-		if follow, err = strconv.ParseBool(v); err != nil {
-			return invalid("follow", "follow must be true or false")
-		}
+	follow, err := boolOf(r, "follow")
+	if err != nil {
+		return err
 	}
 	s, op, err := d.findOperation(callerOf(r), r.PathValue("id"))
 	if err != nil {
 		return err
 	}
 	text := strings.HasPrefix(r.Header.Get("Accept"), "text/plain")
-	w.Header().Set("Cache-Control", "no-store")
-	w.Header().Set("Content-Type", "application/x-ndjson")
-	if text {
-		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	}
+	setType(w, choose(text, "text/plain; charset=utf-8", "application/x-ndjson"))
 	out := newStream(w)
 	write := func(lines []logLine) error {
 		var buf bytes.Buffer
 		for _, l := range lines {
 			if text {
-				fmt.Fprintf(&buf, "%s %-12s %s\n", l.At.UTC().Format("2006-01-02T15:04:05.000Z"), l.State, l.Text)
+				fmt.Fprintf(&buf, "%s %-12s %s\n", l.At.UTC().Format(wireTimeForm), l.State, l.Text)
 				continue
 			}
-			b, err := json.Marshal(wireLogLine{Seq: l.Seq, At: wireTime(l.At), State: string(l.State), Code: l.Code, Text: l.Text})
+			b, err := json.Marshal(wireLogLineOf(l))
 			if err != nil {
 				return err
 			}
@@ -988,10 +1003,7 @@ func (d *daemon) postOperationRollback(w http.ResponseWriter, r *http.Request) e
 	if err != nil {
 		return err
 	}
-	if again {
-		return writeJSON(w, http.StatusOK, s.wire(op))
-	}
-	return writeJSON(w, http.StatusAccepted, s.wire(op))
+	return writeJSON(w, begun(!again), s.wire(op))
 }
 
 func (d *daemon) getServices(w http.ResponseWriter, r *http.Request) error {
@@ -1141,8 +1153,7 @@ func (d *daemon) getMetrics(w http.ResponseWriter, r *http.Request) error {
 	each("toad_service_rolling_out", "gauge", "Whether an operation is under way.", func(_ *service, r *record) any { return truth(r.active() != nil) })
 	each("toad_service_suspended", "gauge", "Whether the service is suspended.", func(_ *service, r *record) any { return truth(r.Suspended != nil) })
 	each("toad_service_barrier", "gauge", "Whether an operation that went wrong waits to be acknowledged.", func(_ *service, r *record) any { return truth(r.Barrier != nil) })
-	w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-	w.Header().Set("Cache-Control", "no-store")
+	setType(w, "text/plain; version=0.0.4; charset=utf-8")
 	_, _ = io.WriteString(w, b.String())
 	return nil
 }
@@ -1196,6 +1207,10 @@ func wireTimeOf(t *time.Time) *wireTime {
 	}
 	w := wireTime(*t)
 	return &w
+}
+
+func wireLogLineOf(l logLine) wireLogLine {
+	return wireLogLine{Seq: l.Seq, At: wireTime(l.At), State: string(l.State), Code: l.Code, Text: l.Text}
 }
 
 func wireRevisionOf(p *promotedRevision) *wireRevision {
@@ -1265,7 +1280,13 @@ func (s *service) view(local bool) wireService {
 	if p := r.Retired; p != nil {
 		v.Retired = &wireRetired{wireTime(p.Since), p.By, p.Done, append([]string{}, p.Remains...)}
 	}
-	deploy, rollback, end := "", "", "not_rollbackable"
+	v.Actions = r.actions(closing, enErr)
+	return v
+}
+
+// actions are what can be done with the service now; of what cannot, the reason is the code of its refusal.
+func (r *record) actions(closing bool, enErr error) (list []wireAction) {
+	deploy, end := "", "not_rollbackable"
 	reconcile, suspend, resume := "no_barrier", "", "not_suspended"
 	switch {
 	case closing:
@@ -1300,12 +1321,13 @@ func (s *service) view(local bool) wireService {
 	if closing {
 		reconcile, suspend, resume = "shutting_down", "shutting_down", "shutting_down"
 	}
-	if rollback = deploy; rollback == "" && (r.Rollback == nil || r.Current.ByRollback) {
+	rollback := deploy
+	if rollback == "" && (r.Rollback == nil || r.Current.ByRollback) {
 		rollback = "not_rollbackable"
 	}
 	for _, a := range []struct{ name, reason string }{{"deploy", deploy}, {"rollback", rollback}, {"rollback_operation", end},
 		{"reconcile", reconcile}, {"suspend", suspend}, {"resume", resume}} {
-		v.Actions = append(v.Actions, wireAction{Name: a.name, Enabled: a.reason == "", Reason: a.reason})
+		list = append(list, wireAction{Name: a.name, Enabled: a.reason == "", Reason: a.reason})
 	}
-	return v
+	return list
 }

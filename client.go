@@ -1,6 +1,7 @@
 // client.go is the operator's side: it speaks HTTP to a running server and knows its wire types,
-// never a record. What it prints comes from a server and may carry a workload's words: all of it
-// passes printLine or document, which let no control character through to a terminal.
+// never a record. What it prints comes from a server and may carry a workload's words: all of it passes
+// printable or escaped, which let no control character through to a terminal. Elsewhere than on a terminal
+// a candidate's own output comes as it was written.
 package main
 
 import (
@@ -19,7 +20,6 @@ import (
 	"net/http"
 	"net/url"
 	"os"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -53,12 +53,6 @@ const (
 	pace = 250 * time.Millisecond
 )
 
-var (
-	operationArg = regexp.MustCompile(`^[0-9a-z]{26}$`)
-	tokenArg     = regexp.MustCompile(`^[a-z2-7]{12}$`)
-	serviceArg   = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
-)
-
 // commandError ends a command with that status. Without a text everything is said already.
 type commandError struct {
 	status     int
@@ -69,21 +63,22 @@ func (e *commandError) Error() string { return e.text }
 
 func usageError(text, hint string) error { return &commandError{exitUsage, text, hint} }
 
-// wantArgs checks the arguments of a command against the names of those it takes.
+// wantArgs checks the arguments of a command against the names of those it takes. Those that may be left
+// out stand last, in brackets.
 func wantArgs(command string, args []string, names ...string) error {
 	hint := "toad " + command + " -h shows the usage"
-	if len(args) < len(names) {
-		return usageError(command+": "+names[len(args)]+" is missing", hint)
+	if n := len(args); n < len(names) && names[n][0] != '[' {
+		return usageError(command+": "+names[n]+" is missing", hint)
 	}
 	if len(args) > len(names) {
 		return usageError(fmt.Sprintf("%s: one argument too many: %s", command, args[len(names)]), hint)
 	}
-	for i, name := range names {
-		switch {
-		case name == "SERVICE" && !serviceArg.MatchString(args[i]):
-			return usageError(fmt.Sprintf("%s: not a service: %q", command, args[i]), "toad status lists the services")
-		case name == "OPERATION" && !operationArg.MatchString(args[i]):
-			return usageError(fmt.Sprintf("%s: not an operation: %q", command, args[i]), "toad history SERVICE lists them")
+	for i, arg := range args {
+		switch name := strings.Trim(names[i], "[]"); {
+		case name == "SERVICE" && !serviceID.MatchString(arg):
+			return usageError(fmt.Sprintf("%s: not a service: %q", command, arg), "toad status lists the services")
+		case name == "OPERATION" && !operationID.MatchString(arg):
+			return usageError(fmt.Sprintf("%s: not an operation: %q", command, arg), "toad history SERVICE lists them")
 		}
 	}
 	return nil
@@ -242,8 +237,8 @@ func (c *client) open(ctx context.Context, method, path string, in any) (*http.R
 	return nil, r
 }
 
-// call makes one request once and returns the whole answer.
-func (c *client) call(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+// call makes one request once, decodes the answer into out unless that is nil, and returns the whole of it.
+func (c *client) call(ctx context.Context, method, path string, in, out any, timeout time.Duration) ([]byte, error) {
 	bounded, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	raw, err := func() ([]byte, error) {
@@ -258,8 +253,11 @@ func (c *client) call(ctx context.Context, method, path string, in any, timeout 
 		}
 		return raw, nil
 	}()
-	if err != nil && ctx.Err() != nil {
+	switch {
+	case err != nil && ctx.Err() != nil:
 		return nil, errStopped
+	case err == nil && out != nil:
+		err = decodeAnswer(raw, out)
 	}
 	return raw, err
 }
@@ -267,10 +265,10 @@ func (c *client) call(ctx context.Context, method, path string, in any, timeout 
 // insist makes a request until it is answered, for as long as patience lasts. The request must bear
 // repetition: a GET, or a POST that is the same to the server each time. A server that was never
 // reached is not waited for.
-func (c *client) insist(ctx context.Context, method, path string, in any, timeout time.Duration) ([]byte, error) {
+func (c *client) insist(ctx context.Context, method, path string, in, out any, timeout time.Duration) ([]byte, error) {
 	var giveUp time.Time
 	for wait := pace; ; wait = min(2*wait, 5*time.Second) {
-		raw, err := c.call(ctx, method, path, in, timeout)
+		raw, err := c.call(ctx, method, path, in, out, timeout)
 		lost := errors.As(err, new(lostError))
 		var r *refusal
 		if errors.As(err, &r) && r.Status == http.StatusServiceUnavailable {
@@ -295,6 +293,11 @@ func (c *client) insist(ctx context.Context, method, path string, in any, timeou
 			return nil, errStopped
 		}
 	}
+}
+
+// noServer tells that a request was lost because no server was there to take it.
+func (c *client) noServer(err error) bool {
+	return errors.As(err, new(lostError)) && !c.reached.Load()
 }
 
 // pauseFor waits unless it is interrupted.
@@ -373,6 +376,17 @@ func (c *client) hintFor(r *refusal, service string) string {
 	return ""
 }
 
+// answer prints the answer: these lines of it, or with --json the document.
+func (c *client) answer(raw []byte, lines ...string) {
+	if c.json {
+		c.document(raw)
+		return
+	}
+	for _, l := range lines {
+		printLine(c.out, "%s", l)
+	}
+}
+
 // document prints one JSON document as it came, indented.
 func (c *client) document(raw []byte) {
 	var b bytes.Buffer
@@ -403,11 +417,7 @@ func escaped(raw []byte) []byte {
 
 // read gets one document into v.
 func (c *client) read(ctx context.Context, path string, v any) ([]byte, error) {
-	raw, err := c.call(ctx, http.MethodGet, path, nil, answerTime)
-	if err != nil {
-		return nil, err
-	}
-	return raw, decodeAnswer(raw, v)
+	return c.call(ctx, http.MethodGet, path, nil, v, answerTime)
 }
 
 // decodeAnswer passes over fields it does not know: the server may be newer.
@@ -444,21 +454,12 @@ func deployCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var f requestFlags
 	f.register(fs)
 	dry := fs.Bool("dry-run", false, "say what would happen, and change nothing")
-	return &ffcli.Command{
-		Name:       "deploy",
-		ShortUsage: "toad deploy SERVICE IMAGE [FLAGS]",
-		ShortHelp:  "deploy an image and follow it to the end",
-		LongHelp: "IMAGE is the enrolled repository and a digest: registry.example.org/apps/hello@sha256:…\n" +
+	return newCommand(fs, "SERVICE IMAGE", "deploy an image and follow it to the end",
+		"IMAGE is the enrolled repository and a digest: registry.example.org/apps/hello@sha256:…\n"+
 			"Ctrl-C ends the watching only.",
-		FlagSet: fs,
-		Options: envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("deploy", args, "SERVICE", "IMAGE"); err != nil {
-				return err
-			}
+		func(ctx context.Context, args []string) error {
 			return c.deploy(ctx, args[0], args[1], f, *dry)
-		},
-	}
+		})
 }
 
 func (c *client) deploy(ctx context.Context, service, image string, f requestFlags, dry bool) error {
@@ -484,20 +485,11 @@ func (c *client) deploy(ctx context.Context, service, image string, f requestFla
 // dryRun prints what a deployment would meet; a refusal that it would meet is its failure.
 func (c *client) dryRun(ctx context.Context, req deployRequest) error {
 	var d wireDryRun
-	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &d)
-	}
+	raw, err := c.call(ctx, http.MethodPost, "/v1/deployments?dry_run=true", req, &d, answerTime)
 	if err != nil {
 		return c.explain(err, "trying "+req.Service, req.Service)
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		for _, l := range dryRunLines(d) {
-			printLine(c.out, "%s", l)
-		}
-	}
+	c.answer(raw, dryRunLines(d)...)
 	if !d.Accepted {
 		return &commandError{status: exitRefused}
 	}
@@ -570,10 +562,7 @@ func (c *client) again(f *requestFlags, command ...string) string {
 // as it is: the server answers a key, or an end that was asked for, with the same operation.
 func (c *client) submit(ctx context.Context, path string, in any) ([]byte, wireOperation, error) {
 	var op wireOperation
-	raw, err := c.insist(ctx, http.MethodPost, path, in, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &op)
-	}
+	raw, err := c.insist(ctx, http.MethodPost, path, in, &op, answerTime)
 	return raw, op, err
 }
 
@@ -594,11 +583,7 @@ func (c *client) unanswered(err error, doing, service, again string) error {
 func (c *client) finish(ctx context.Context, raw []byte, op wireOperation, noWait bool, status func(wireOperation) int) error {
 	c.log.note("operation %s: %s generation %d, %s", op.ID, op.Service, op.Generation, shortDigest(op.Candidate.Digest))
 	if noWait && !op.Terminal {
-		if c.json {
-			c.document(raw)
-		} else {
-			printLine(c.out, "%s", op.ID)
-		}
+		c.answer(raw, op.ID)
 		c.log.note("to watch it: %s", c.command("watch", op.ID))
 		return nil
 	}
@@ -635,10 +620,10 @@ func (c *client) follow(ctx context.Context, raw []byte, op wireOperation) ([]by
 		}
 		asked, was := time.Now(), op.State
 		path := fmt.Sprintf("/v1/operations/%s?wait=%d&after_state=%s", url.PathEscape(op.ID), wait, url.QueryEscape(was))
-		next, err := c.insist(ctx, http.MethodGet, path, nil, time.Duration(wait)*time.Second+answerTime)
+		var next wireOperation
+		answer, err := c.insist(ctx, http.MethodGet, path, nil, &next, time.Duration(wait)*time.Second+answerTime)
 		if err == nil {
-			raw, op = next, wireOperation{}
-			err = decodeAnswer(raw, &op)
+			raw, op = answer, next
 		}
 		if err == nil && op.State == was && !pauseFor(ctx, pace-time.Since(asked)) {
 			err = errStopped
@@ -685,32 +670,20 @@ func endedStatus(op wireOperation) int {
 func watchCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("watch")
 	c := newClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "watch",
-		ShortUsage: "toad watch OPERATION [FLAGS]",
-		ShortHelp:  "follow an operation to the end",
-		LongHelp:   "Ctrl-C ends the watching only.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("watch", args, "OPERATION"); err != nil {
-				return err
-			}
+	return newCommand(fs, "OPERATION", "follow an operation to the end",
+		"Ctrl-C ends the watching only.",
+		func(ctx context.Context, args []string) error {
 			raw, op, err := c.operation(ctx, args[0])
 			if err != nil {
 				return c.explain(err, "watching "+args[0], "")
 			}
 			return c.finish(ctx, raw, op, false, deployedStatus)
-		},
-	}
+		})
 }
 
 func (c *client) operation(ctx context.Context, id string) ([]byte, wireOperation, error) {
 	var op wireOperation
-	raw, err := c.insist(ctx, http.MethodGet, "/v1/operations/"+id, nil, answerTime)
-	if err == nil {
-		err = decodeAnswer(raw, &op)
-	}
+	raw, err := c.insist(ctx, http.MethodGet, "/v1/operations/"+id, nil, &op, answerTime)
 	return raw, op, err
 }
 
@@ -719,20 +692,12 @@ func rollbackCmd(stdout, stderr io.Writer) *ffcli.Command {
 	c := newClient(fs, stdout, stderr)
 	var f requestFlags
 	f.register(fs)
-	return &ffcli.Command{
-		Name:       "rollback",
-		ShortUsage: "toad rollback SERVICE|OPERATION [FLAGS]",
-		ShortHelp:  "end the operation under way, or deploy the retained revision again",
-		LongHelp: "Of a service: an operation under way is asked to end, else the retained revision is deployed.\n" +
+	return newCommand(fs, "SERVICE|OPERATION", "end the operation under way, or deploy the retained revision again",
+		"Of a service: an operation under way is asked to end, else the retained revision is deployed.\n"+
 			"With --expect or --key it is always the latter.",
-		FlagSet: fs,
-		Options: envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("rollback", args, "SERVICE|OPERATION"); err != nil {
-				return err
-			}
+		func(ctx context.Context, args []string) error {
 			name, deployment := args[0], f.expect != nil || f.key != ""
-			if operationArg.MatchString(name) && !deployment {
+			if operationID.MatchString(name) && !deployment {
 				err := c.rollbackOperation(ctx, name, "", f)
 				// A name of 26 characters is a service's as well. There was no such operation, so
 				// nothing was done yet.
@@ -744,8 +709,7 @@ func rollbackCmd(stdout, stderr io.Writer) *ffcli.Command {
 				return err
 			}
 			return c.rollbackService(ctx, name, deployment, f)
-		},
-	}
+		})
 }
 
 var errNoOperation = errors.New("no such operation")
@@ -802,22 +766,13 @@ func (c *client) rollbackService(ctx context.Context, service string, deployment
 func statusCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("status")
 	c := newClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "status",
-		ShortUsage: "toad status [SERVICE] [FLAGS]",
-		ShortHelp:  "show the services, or one of them",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
+	return newCommand(fs, "[SERVICE]", "show the services, or one of them", "",
+		func(ctx context.Context, args []string) error {
 			if len(args) == 0 {
 				return c.statusAll(ctx)
 			}
-			if err := wantArgs("status", args, "SERVICE"); err != nil {
-				return err
-			}
 			return c.status(ctx, args[0])
-		},
-	}
+		})
 }
 
 func (c *client) statusAll(ctx context.Context) error {
@@ -875,13 +830,7 @@ func (c *client) status(ctx context.Context, service string) error {
 	if err != nil {
 		return c.explain(err, "reading "+service, service)
 	}
-	if c.json {
-		c.document(raw)
-		return nil
-	}
-	for _, l := range statusLines(s) {
-		printLine(c.out, "%s", l)
-	}
+	c.answer(raw, statusLines(s)...)
 	return nil
 }
 
@@ -1019,20 +968,11 @@ func askCmd(stdout, stderr io.Writer, name, help, doing string, done func(s wire
 	fs := newFlags(name)
 	c := localClient(fs, stdout, stderr)
 	noWait := fs.Bool("no-wait", false, "return once it is accepted")
-	return &ffcli.Command{
-		Name:       name,
-		ShortUsage: "toad " + name + " SERVICE [FLAGS]",
-		ShortHelp:  help,
-		LongHelp:   "Ctrl-C ends the waiting only.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs(name, args, "SERVICE"); err != nil {
-				return err
-			}
+	return newCommand(fs, "SERVICE", help,
+		"Ctrl-C ends the waiting only.",
+		func(ctx context.Context, args []string) error {
 			return c.ask(ctx, args[0], name, doing+" "+args[0], *noWait, done)
-		},
-	}
+		})
 }
 
 // ask may be repeated as it is: what was asked for already changes nothing.
@@ -1046,12 +986,8 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 		in = retireRequest{&s.Generation}
 	}
 	var s wireService
-	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, answerTime)
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/"+name, in, &s, answerTime)
 	for said := ""; ; {
-		if err == nil {
-			s = wireService{}
-			err = decodeAnswer(raw, &s)
-		}
 		if err != nil {
 			e := c.explain(err, doing, service)
 			if e.status == exitInterrupted {
@@ -1061,11 +997,7 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 		}
 		text, ok := done(s)
 		if ok || noWait {
-			if c.json {
-				c.document(raw)
-			} else {
-				printLine(c.out, "%s", choose(ok, text, doing+" goes on"))
-			}
+			c.answer(raw, choose(ok, text, doing+" goes on"))
 			return nil
 		}
 		if name == "resume" && s.Installed && s.Health.State == "failed" {
@@ -1086,33 +1018,23 @@ func (c *client) ask(ctx context.Context, service, name, doing string, noWait bo
 			err = errStopped
 			continue
 		}
-		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, answerTime)
+		s = wireService{}
+		raw, err = c.insist(ctx, http.MethodGet, "/v1/services/"+service, nil, &s, answerTime)
 	}
 }
 
 func reconcileCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("reconcile")
 	c := newClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "reconcile",
-		ShortUsage: "toad reconcile SERVICE [OPERATION] [FLAGS]",
-		ShortHelp:  "acknowledge an operation that went wrong, and lift its barrier",
-		LongHelp:   "Without OPERATION it is the one that the service names just before.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
+	return newCommand(fs, "SERVICE [OPERATION]", "acknowledge an operation that went wrong, and lift its barrier",
+		"Without OPERATION it is the one that the service names just before.",
+		func(ctx context.Context, args []string) error {
+			id := ""
 			if len(args) > 1 {
-				if err := wantArgs("reconcile", args, "SERVICE", "OPERATION"); err != nil {
-					return err
-				}
-				return c.reconcile(ctx, args[0], args[1])
+				id = args[1]
 			}
-			if err := wantArgs("reconcile", args, "SERVICE"); err != nil {
-				return err
-			}
-			return c.reconcile(ctx, args[0], "")
-		},
-	}
+			return c.reconcile(ctx, args[0], id)
+		})
 }
 
 func (c *client) reconcile(ctx context.Context, service, id string) error {
@@ -1124,24 +1046,16 @@ func (c *client) reconcile(ctx context.Context, service, id string) error {
 			return c.explain(err, doing, service)
 		}
 		if s.Barrier == nil {
-			if c.json {
-				c.document(raw)
-			} else {
-				printLine(c.out, "%s has no barrier", service)
-			}
+			c.answer(raw, service+" has no barrier")
 			return nil
 		}
 		id = s.Barrier.OperationID
 	}
-	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, answerTime)
+	raw, err := c.insist(ctx, http.MethodPost, "/v1/services/"+service+"/reconcile", reconcileRequest{id}, nil, answerTime)
 	if err != nil {
 		return c.explain(err, doing, service)
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		printLine(c.out, "reconciled: operation %s is acknowledged, %s takes deployments again", id, service)
-	}
+	c.answer(raw, fmt.Sprintf("reconciled: operation %s is acknowledged, %s takes deployments again", id, service))
 	return nil
 }
 
@@ -1151,23 +1065,14 @@ func logCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var follow bool
 	fs.BoolVar(&follow, "follow", false, "go on until the operation has ended")
 	fs.BoolVar(&follow, "f", false, "as --follow")
-	return &ffcli.Command{
-		Name:       "log",
-		ShortUsage: "toad log OPERATION [FLAGS]",
-		ShortHelp:  "print what an operation did",
-		LongHelp:   "With --json each line is a JSON document of its own.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("log", args, "OPERATION"); err != nil {
-				return err
-			}
+	return newCommand(fs, "OPERATION", "print what an operation did",
+		"With --json each line is a JSON document of its own.",
+		func(ctx context.Context, args []string) error {
 			if err := c.printLog(ctx, args[0], follow); err != nil {
 				return c.explain(err, "reading the log of "+args[0], "")
 			}
 			return nil
-		},
-	}
+		})
 }
 
 func (c *client) printLog(ctx context.Context, id string, follow bool) error {
@@ -1238,27 +1143,18 @@ func eventsCmd(stdout, stderr io.Writer) *ffcli.Command {
 	var follow bool
 	fs.BoolVar(&follow, "follow", false, "go on with those to come")
 	fs.BoolVar(&follow, "f", false, "as --follow")
-	return &ffcli.Command{
-		Name:       "events",
-		ShortUsage: "toad events [SERVICE] [FLAGS]",
-		ShortHelp:  "print what happened to a service, or to Toad itself",
-		LongHelp:   "With --json each line is a JSON document of its own.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
+	return newCommand(fs, "[SERVICE]", "print what happened to a service, or to Toad itself",
+		"With --json each line is a JSON document of its own.",
+		func(ctx context.Context, args []string) error {
 			service, doing := "", "reading toad's own events"
 			if len(args) > 0 {
-				if err := wantArgs("events", args, "SERVICE"); err != nil {
-					return err
-				}
 				service, doing = args[0], "reading the events of "+args[0]
 			}
 			if err := c.printEvents(ctx, service, *after, follow); err != nil {
 				return c.explain(err, doing, service)
 			}
 			return nil
-		},
-	}
+		})
 }
 
 // printEvents prints the events after a cursor, page by page, and with follow those to come.
@@ -1278,11 +1174,7 @@ func (c *client) printEvents(ctx context.Context, service string, after int64, f
 			Events []json.RawMessage `json:"events"`
 			Next   int64             `json:"next_cursor"`
 		}
-		raw, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, wait+answerTime)
-		if err == nil {
-			err = decodeAnswer(raw, &page)
-		}
-		if err != nil {
+		if _, err := c.insist(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, &page, wait+answerTime); err != nil {
 			return err
 		}
 		for _, raw := range page.Events {
@@ -1321,18 +1213,10 @@ func (c *client) printEvents(ctx context.Context, service string, after int64, f
 func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("output")
 	c := localClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "output",
-		ShortUsage: "toad output OPERATION [FLAGS]",
-		ShortHelp:  "print what a rolled back candidate wrote itself",
-		LongHelp:   "On a terminal control characters are dropped; elsewhere it comes as it was written.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("output", args, "OPERATION"); err != nil {
-				return err
-			}
-			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, answerTime)
+	return newCommand(fs, "OPERATION", "print what a rolled back candidate wrote itself",
+		"On a terminal control characters are dropped; elsewhere it comes as it was written.",
+		func(ctx context.Context, args []string) error {
+			raw, err := c.call(ctx, http.MethodGet, "/v1/operations/"+args[0]+"/output", nil, nil, answerTime)
 			if err != nil {
 				return c.explain(err, "reading the output of "+args[0], "")
 			}
@@ -1349,8 +1233,7 @@ func outputCmd(stdout, stderr io.Writer) *ffcli.Command {
 				stdout.Write(raw)
 			}
 			return nil
-		},
-	}
+		})
 }
 
 // printText prints what somebody else wrote line by line.
@@ -1386,17 +1269,9 @@ func tokenIssueCmd(stdout, stderr io.Writer) *ffcli.Command {
 	verbs := fs.String("verbs", "read", "what it allows, of `VERBS` read, deploy, rollback")
 	label := fs.String("label", "", "a `text` that says what it is for")
 	expires := fs.Duration("expires", 0, "how long it is valid, a `duration` like 720h; 0s: until it is revoked")
-	return &ffcli.Command{
-		Name:       "issue",
-		ShortUsage: "toad token issue SERVICE --label TEXT [FLAGS]",
-		ShortHelp:  "issue a token for one service",
-		LongHelp:   "The token is printed once, alone on standard output. Toad keeps only its hash.",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("token issue", args, "SERVICE"); err != nil {
-				return err
-			}
+	return newCommand(fs, "SERVICE --label TEXT", "issue a token for one service",
+		"The token is printed once, alone on standard output. Toad keeps only its hash.",
+		func(ctx context.Context, args []string) error {
 			req := tokenRequest{Service: args[0], Label: *label, Verbs: splitNames(*verbs)}
 			if *expires != 0 {
 				if *expires < time.Second {
@@ -1406,16 +1281,12 @@ func tokenIssueCmd(stdout, stderr io.Writer) *ffcli.Command {
 				req.ExpiresInSeconds = &seconds
 			}
 			return c.issueToken(ctx, req)
-		},
-	}
+		})
 }
 
 func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
-	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, answerTime)
 	var t wireIssued
-	if err == nil {
-		err = decodeAnswer(raw, &t)
-	}
+	raw, err := c.call(ctx, http.MethodPost, "/v1/tokens", req, &t, answerTime)
 	if err != nil {
 		e := c.explain(err, "issuing a token for "+req.Service, req.Service)
 		if e.status != exitRefused && c.reached.Load() {
@@ -1423,11 +1294,7 @@ func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
 		}
 		return e
 	}
-	if c.json {
-		c.document(raw)
-	} else {
-		printLine(c.out, "%s", t.Token)
-	}
+	c.answer(raw, t.Token)
 	until := "until it is revoked"
 	if t.ExpiresAt != nil {
 		until = "until " + clockText(*t.ExpiresAt)
@@ -1440,23 +1307,14 @@ func (c *client) issueToken(ctx context.Context, req tokenRequest) error {
 func tokenListCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("token list")
 	c := localClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "list",
-		ShortUsage: "toad token list [SERVICE] [FLAGS]",
-		ShortHelp:  "list the tokens, or those of a service",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
+	return newCommand(fs, "[SERVICE]", "list the tokens, or those of a service", "",
+		func(ctx context.Context, args []string) error {
 			path := "/v1/tokens"
 			if len(args) > 0 {
-				if err := wantArgs("token list", args, "SERVICE"); err != nil {
-					return err
-				}
 				path += "?service=" + args[0]
 			}
 			return c.listTokens(ctx, path)
-		},
-	}
+		})
 }
 
 func (c *client) listTokens(ctx context.Context, path string) error {
@@ -1490,31 +1348,19 @@ func (c *client) listTokens(ctx context.Context, path string) error {
 func tokenRevokeCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs := newFlags("token revoke")
 	c := localClient(fs, stdout, stderr)
-	return &ffcli.Command{
-		Name:       "revoke",
-		ShortUsage: "toad token revoke TOKEN [FLAGS]",
-		ShortHelp:  "end a token, by its id",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("token revoke", args, "TOKEN"); err != nil {
-				return err
-			}
-			if !tokenArg.MatchString(args[0]) { // it may be the token itself: not to be repeated
+	return newCommand(fs, "TOKEN", "end a token, by its id", "",
+		func(ctx context.Context, args []string) error {
+			if !tokenID.MatchString(args[0]) { // it may be the token itself: not to be repeated
 				return usageError("token revoke: this is not a token's id", "toad token list shows them")
 			}
 			return c.revokeToken(ctx, args[0])
-		},
-	}
+		})
 }
 
 // revokeToken asks until it is answered: a token that is revoked already is no other answer.
 func (c *client) revokeToken(ctx context.Context, id string) error {
-	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, answerTime)
 	var t wireToken
-	if err == nil {
-		err = decodeAnswer(raw, &t)
-	}
+	raw, err := c.insist(ctx, http.MethodDelete, "/v1/tokens/"+id, nil, &t, answerTime)
 	if err != nil {
 		e := c.explain(err, "revoking "+id, "")
 		if e.status != exitRefused && c.reached.Load() {
@@ -1522,11 +1368,7 @@ func (c *client) revokeToken(ctx context.Context, id string) error {
 		}
 		return e
 	}
-	if c.json {
-		c.document(raw)
-		return nil
-	}
-	printLine(c.out, "token %s of %s is revoked", t.ID, t.Service)
+	c.answer(raw, fmt.Sprintf("token %s of %s is revoked", t.ID, t.Service))
 	return nil
 }
 
@@ -1535,19 +1377,10 @@ func historyCmd(stdout, stderr io.Writer) *ffcli.Command {
 	c := newClient(fs, stdout, stderr)
 	limit := fs.Int("limit", 20, "at most `N` operations")
 	before := fs.String("before", "", "those before this `operation`")
-	return &ffcli.Command{
-		Name:       "history",
-		ShortUsage: "toad history SERVICE [FLAGS]",
-		ShortHelp:  "list a service's operations, newest first",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("history", args, "SERVICE"); err != nil {
-				return err
-			}
+	return newCommand(fs, "SERVICE", "list a service's operations, newest first", "",
+		func(ctx context.Context, args []string) error {
 			return c.history(ctx, args[0], *limit, *before)
-		},
-	}
+		})
 }
 
 func (c *client) history(ctx context.Context, service string, limit int, before string) error {

@@ -1,6 +1,6 @@
-// enrollment.go reads and judges what infrastructure declares for each service. It only reads: it never changes the host, talks to nothing, and decides
-// nothing about a rollout. Whoever runs a rollout uses the enrollment that its revision carries; the
-// directory read here is for admission only.
+// enrollment.go reads and judges what infrastructure declares for each service. It only reads: it never
+// changes the host, talks to nothing, and decides nothing about a rollout. Whoever runs a rollout uses the
+// enrollment that its revision carries; the directory read here is for admission only.
 package main
 
 import (

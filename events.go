@@ -1,6 +1,6 @@
-// events.go keeps the append-only, hash-chained event log and the operation logs, and is the one
-// place where text is made that a token holder or the page can read: fixed words around typed
-// values, never the text of a host's error.
+// events.go keeps the append-only, hash-chained event log and the operation logs, and the texts of both and
+// of failures, which token holders and the page can read: fixed words around typed values and other public
+// words, never the text of a host's error.
 package main
 
 import (
@@ -8,8 +8,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -128,7 +126,6 @@ var logTexts = map[string]string{
 	"host_not_answering":  "the host does not answer",
 	"disk_full":           "there is no room on the disk of the records; trying again until the deadline",
 	"held":                "the service is held until the instance is gone",
-	"retention_problem":   "the rollback target has a problem: %s",
 	"image_missing_again": "the image had gone from Podman and was loaded again",
 }
 
@@ -170,8 +167,7 @@ func (e *event) seal(head eventHead) eventHead {
 	e.ID = fmt.Sprintf("%s-%d", e.Service, e.Cursor)
 	e.Hash = ""
 	line, _ := json.Marshal(e)
-	sum := sha256.Sum256(append([]byte(e.Prev), line...))
-	e.Hash = hex.EncodeToString(sum[:])
+	e.Hash = sumHex(append([]byte(e.Prev), line...))
 	return eventHead{e.Cursor, e.Hash}
 }
 
@@ -230,7 +226,7 @@ func readEnd(path string) (*eventLog, error) {
 	l := &eventLog{path: path, grown: make(chan struct{})}
 	b, err := tail(l.path, 1<<20)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("reading %s: %w: %w", l.path, errStorage, err)
+		return nil, storageError("reading", l.path, err)
 	}
 	end := bytes.LastIndexByte(b, '\n') + 1
 	if st, err := os.Stat(l.path); err == nil {
@@ -634,12 +630,12 @@ func (t *tally) run(ctx context.Context, write func() error) {
 // appendDurably cuts the file at size, appends and syncs.
 func appendDurably(path string, size int64, lines []byte) error {
 	if err := boundary("append", path); err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	_, statErr := os.Lstat(path)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	defer f.Close()
 	if st, serr := f.Stat(); serr == nil && st.Size() < size { // what was known to be durable is gone
@@ -651,7 +647,7 @@ func appendDurably(path string, size int64, lines []byte) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("appending to %s: %w: %w", path, errStorage, err)
+		return storageError("appending to", path, err)
 	}
 	if statErr != nil {
 		return syncDir(filepath.Dir(path))
@@ -763,9 +759,7 @@ func public(err error) failure {
 	case errors.As(err, &c):
 		return c.failure
 	case errors.Is(err, errStorage), errors.Is(err, syscall.ENOSPC):
-		t := publicTexts["state_unavailable"]
-		return failure{Code: "state_unavailable", Summary: t.summary, Hint: t.hint}
+		return public(failed("state_unavailable", nil))
 	}
-	t := publicTexts["interrupted"]
-	return failure{Code: "interrupted", Summary: fmt.Sprintf(t.summary, "the host did not do what was asked of it"), Hint: t.hint}
+	return public(failed("interrupted", nil, "the host did not do what was asked of it"))
 }

@@ -42,13 +42,12 @@ func wireEventOf(e event) wireEvent {
 }
 
 const (
-	eventsPage    = 500              // the most events of one answer
-	streamPage    = 100              // and of one write to a stream
-	heartbeat     = 15 * time.Second // a stream is never silent for longer, so that proxies keep it
-	writePatience = 30 * time.Second // who does not take what is written within that is let go
+	eventsPage = 500              // the most events of one answer
+	streamPage = 100              // and of one write to a stream
+	heartbeat  = 15 * time.Second // a stream is never silent for longer, so that proxies keep it
 )
 
-// stream is an answer whose writes are sent at once, each taken by the client in time or failed.
+// stream is an answer whose writes are sent at once, each taken by the client in time (see reply) or failed.
 type stream struct {
 	w  http.ResponseWriter
 	rc *http.ResponseController
@@ -57,7 +56,6 @@ type stream struct {
 func newStream(w http.ResponseWriter) stream { return stream{w, http.NewResponseController(w)} }
 
 func (s stream) Write(b []byte) (int, error) {
-	_ = s.rc.SetWriteDeadline(time.Now().Add(writePatience))
 	n, err := s.w.Write(b)
 	if err == nil {
 		err = s.rc.Flush()
@@ -70,9 +68,7 @@ func (d *daemon) eventsOf(s *service) (*eventLog, error) {
 	if s == nil {
 		l, err := d.data.own.open()
 		if err != nil {
-			e := refuse("state_unavailable", "toad's own events cannot be read now")
-			e.err = err
-			return nil, e
+			return nil, refuse("state_unavailable", "toad's own events cannot be read now").because(err)
 		}
 		return l, nil
 	}
@@ -126,7 +122,7 @@ func (d *daemon) getEvents(w http.ResponseWriter, r *http.Request) error {
 	for {
 		events, _, grown, err := l.since(after, eventsPage)
 		if err != nil {
-			return d.unreadable(err)
+			return refuse("state_unavailable", "the events cannot be read now").because(err)
 		}
 		if len(events) > 0 || ctx.Err() != nil {
 			page := wireEvents{Events: []wireEvent{}, NextCursor: after}
@@ -147,17 +143,10 @@ func (d *daemon) getEvents(w http.ResponseWriter, r *http.Request) error {
 	}
 }
 
-func (d *daemon) unreadable(err error) error {
-	e := refuse("state_unavailable", "the events cannot be read now")
-	e.err = err
-	return e
-}
-
 // streamEvents sends each event once it is durable (text/event-stream, its id the cursor), and ends when
 // the client goes, takes nothing, or Toad ends; the client resumes after the last id it saw.
 func (d *daemon) streamEvents(w http.ResponseWriter, r *http.Request, s *service, after int64) error {
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("Cache-Control", "no-store")
+	setType(w, "text/event-stream")
 	w.Header().Set("X-Accel-Buffering", "no")
 	out := newStream(w)
 	if _, err := io.WriteString(out, ": events\n\n"); err != nil { // the client knows now that it is heard
@@ -225,10 +214,7 @@ func (d *daemon) countRefusal(r *http.Request, p problem) {
 	if r.Pattern != "" {
 		e.Detail = r.Pattern + ": " + p.Code
 	}
-	d.mu.Lock()
-	s := d.services[name]
-	d.mu.Unlock()
-	if s != nil {
+	if s := d.known(name); s != nil {
 		s.tally.add(e)
 	} else {
 		d.data.own.tally.add(e)
@@ -248,9 +234,8 @@ func (d *daemon) getOutput(w http.ResponseWriter, r *http.Request) error {
 	} else if err != nil {
 		return err
 	}
-	w.Header().Set("Content-Type", "application/octet-stream")
+	setType(w, "application/octet-stream")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	w.Header().Set("Cache-Control", "no-store")
 	_, _ = newStream(w).Write(b)
 	return nil
 }

@@ -418,9 +418,9 @@ func TestSlowClientIsLetGo(t *testing.T) {
 			if a := w.do("GET", "/v1/services/hello", ""); a.status != 200 || time.Since(begun) > 0 {
 				t.Errorf("%s: a read beside it: status %d after %s", path, a.status, time.Since(begun))
 			}
-			time.Sleep(writePatience)
+			time.Sleep(writeTime)
 			if b, err := io.ReadAll(conn); err != nil || len(b) > 0 {
-				t.Errorf("%s: after %s it still writes: %q, %v", path, writePatience, b, err)
+				t.Errorf("%s: after %s it still writes: %q, %v", path, writeTime, b, err)
 			}
 			conn.Close()
 		}

@@ -11,9 +11,11 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"math"
 	"net/http"
 	"os"
@@ -49,7 +51,7 @@ type wireFsck struct {
 // server's commit is seen whole.
 func (d *dataDir) fsck(lock func(service string) (unlock func())) []finding {
 	var all []finding
-	if err := d.readID(); err != nil {
+	if _, err := d.readID(); err != nil {
 		all = append(all, finding{File: "id", Problem: err.Error()})
 	}
 	if c := d.audit("", lock); c.Problem != "" {
@@ -188,6 +190,14 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 	}
 
+	d.fsckFiles(service, r, bad)
+	return all
+}
+
+// fsckFiles looks at every file of a service but the blobs of its images, each of which was hashed if it is
+// referred to. r is the service's record, nil if it is not to be trusted.
+func (d *dataDir) fsckFiles(service string, r *record, bad func(path, format string, a ...any)) {
+	dir := d.serviceFile(service)
 	_ = filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
 		if err != nil {
 			bad(path, "%v", err)
@@ -196,7 +206,7 @@ func (d *dataDir) fsckService(service string) []finding {
 		rel, _ := filepath.Rel(dir, path)
 		if e.IsDir() {
 			if rel == "images" {
-				return filepath.SkipDir // every blob that is referred to was hashed
+				return filepath.SkipDir
 			}
 			return nil
 		}
@@ -251,7 +261,6 @@ func (d *dataDir) fsckService(service string) []finding {
 		}
 		return nil
 	})
-	return all
 }
 
 var (
@@ -327,7 +336,7 @@ func verifyEventsTo(path string, size int64) (eventHead, error) {
 
 // evidence is what everything but the record to be put back says of a service.
 type evidence struct {
-	highest  int64             // above every number found
+	highest  int64             // of all numbers found
 	promoted int64             // the highest generation that some record says was promoted
 	accepted map[string]string // operations that were accepted: id → image, where it is known
 	ended    map[string]bool   // operations whose end the event log tells
@@ -501,22 +510,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
 	r.Held, r.Installed = nil, false
-	// What was asked for since the record was written is in the log.
-	last := func(kind string) int64 { return ev.asked[kind].Cursor }
-	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
-		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
-	}
-	if last("resume") > last("suspend") && r.Suspended != nil {
-		r.Suspended, r.Resume = nil, &resumption{Since: ev.asked["resume"].At, By: ev.asked["resume"].Actor}
-	}
-	if last("deploy") > last("retire") {
-		r.Retired = nil
-	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
-		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
-	}
-	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
-		r.Barrier = nil
-	}
+	ev.takeUp(r)
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	var untold []string // operations whose end no event tells
 	follows := func(op *operation, from state) {
@@ -540,13 +534,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		}
 		end(op)
 	}
-	for _, id := range slices.Sorted(func(yield func(string) bool) {
-		for id := range ev.accepted {
-			if !yield(id) {
-				return
-			}
-		}
-	}) {
+	for _, id := range slices.Sorted(maps.Keys(ev.accepted)) {
 		if r.Operation != nil && id <= r.Operation.ID {
 			continue
 		}
@@ -619,6 +607,25 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	return err
 }
 
+// takeUp makes of a record of before what was asked for since it was written, which is in the log.
+func (ev *evidence) takeUp(r *record) {
+	last := func(kind string) int64 { return ev.asked[kind].Cursor }
+	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
+		r.Suspended, r.Resume = &suspension{Since: e.At, By: e.Actor}, nil
+	}
+	if e := ev.asked["resume"]; e.Cursor > last("suspend") && r.Suspended != nil {
+		r.Suspended, r.Resume = nil, &resumption{Since: e.At, By: e.Actor}
+	}
+	if last("deploy") > last("retire") {
+		r.Retired = nil
+	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
+		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
+	}
+	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+		r.Barrier = nil
+	}
+}
+
 // generationOf finds the generation of an operation by its revision; 0 if it got none.
 func (d *dataDir) generationOf(service, id string) int64 {
 	paths, _ := filepath.Glob(d.serviceFile(service, "revisions", "*.json"))
@@ -634,10 +641,10 @@ func (d *dataDir) generationOf(service, id string) int64 {
 // setAside keeps a damaged file beside its successor, for a person.
 func setAside(path, stamp string) error {
 	if err := boundary("set-aside", path); err != nil {
-		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+		return storageError("setting aside", path, err)
 	}
 	if err := os.Rename(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
+		return storageError("setting aside", path, err)
 	}
 	return syncDir(filepath.Dir(path))
 }
@@ -671,7 +678,7 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 		return "", fmt.Errorf("restoring %s: what runs as the service is not known: %w", name, err)
 	}
 	if r := (&record{}); readRecord(d.serviceFile(service, "service.json"), r) == nil && r.check() == nil {
-		if _, err := d.openEventsCheck(r); err == nil {
+		if d.eventsFit(r) {
 			return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
 		}
 		// The record is whole and the event log is not: the record itself says what is current.
@@ -684,21 +691,11 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 	return name + " from service.json.prev", d.restoreService(service, from, list, now)
 }
 
-// openEventsCheck tells whether the log ends where the record says, without changing it.
-func (d *dataDir) openEventsCheck(r *record) (eventHead, error) {
+// eventsFit tells whether the event log ends where the record says, without changing it: what its last
+// commit made known may be missing.
+func (d *dataDir) eventsFit(r *record) bool {
 	head, err := verifyEvents(d.serviceFile(r.Service, "events.jsonl"))
-	if err != nil {
-		return head, err
-	}
-	if head == r.EventHead {
-		return head, nil
-	}
-	for _, e := range r.Events {
-		if head == (eventHead{e.Cursor, e.Hash}) {
-			return head, nil
-		}
-	}
-	return head, errCorrupt
+	return err == nil && (head == r.EventHead || slices.ContainsFunc(r.Events, func(e event) bool { return head == eventHead{e.Cursor, e.Hash} }))
 }
 
 // backupEnd is the last member of a backup: without it the backup is not whole.
@@ -708,13 +705,14 @@ const backupEnd = "toad-backup-complete"
 // around what changes; the rest is immutable.
 func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()), now time.Time) error {
 	tw := tar.NewWriter(w)
-	add := func(rel string, data []byte) error {
-		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: int64(len(data)), ModTime: now, Format: tar.FormatPAX}); err != nil {
+	copyIn := func(rel string, from io.Reader, size int64) error {
+		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: size, ModTime: now, Format: tar.FormatPAX}); err != nil {
 			return err
 		}
-		_, err := tw.Write(data)
+		_, err := io.CopyN(tw, from, size)
 		return err
 	}
+	add := func(rel string, data []byte) error { return copyIn(rel, bytes.NewReader(data), int64(len(data))) }
 	addFile := func(rel string) error {
 		f, err := os.Open(filepath.Join(d.path, rel))
 		if err != nil {
@@ -725,11 +723,7 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		if err != nil {
 			return err
 		}
-		if err := tw.WriteHeader(&tar.Header{Name: rel, Mode: 0o600, Size: st.Size(), ModTime: now, Format: tar.FormatPAX}); err != nil {
-			return err
-		}
-		_, err = io.CopyN(tw, f, st.Size())
-		return err
+		return copyIn(rel, f, st.Size())
 	}
 	if err := addFile("id"); err != nil {
 		return fmt.Errorf("backing up: %w", err)
@@ -761,7 +755,8 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		} else if err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
-		if err = decodeRecord(main, &record{}); err == nil && tokens != nil {
+		r := &record{}
+		if err = decodeRecord(main, r); err == nil && tokens != nil {
 			err = decodeRecord(tokens, &tokenFile{})
 		}
 		if err != nil {
@@ -788,16 +783,11 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 			}
 		}
 		// A promotion meanwhile takes away the bytes that were retained when the record was read.
-		r := &record{}
-		if err := decodeRecord(main, r); err != nil {
-			return fmt.Errorf("backing up %s: %w", name, err)
-		}
 		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
 			if p == nil || r.Retired != nil {
 				continue
 			}
-			blob := d.serviceFile(name, "images", "blobs", "sha256", strings.TrimPrefix(p.digest(), "sha256:"))
-			if _, err := os.Stat(blob); errors.Is(err, fs.ErrNotExist) && had[p.digest()] {
+			if _, err := os.Stat(blobPath(d.serviceFile(name, "images"), p.digest())); errors.Is(err, fs.ErrNotExist) && had[p.digest()] {
 				return fmt.Errorf("backing up %s: it was promoted meanwhile; begin again", name)
 			}
 		}
@@ -816,44 +806,14 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		return nil, err
 	}
 	defer os.RemoveAll(tmp)
-	whole := false
-	for tr := tar.NewReader(r); ; {
-		h, err := tr.Next()
-		if errors.Is(err, io.EOF) {
-			break
-		} else if err != nil {
-			return nil, fmt.Errorf("reading the backup: %w", err)
-		}
-		if h.Name == backupEnd {
-			whole = true
-			break
-		}
-		if !filepath.IsLocal(h.Name) || h.Typeflag != tar.TypeReg || h.Name != "id" && !strings.HasPrefix(h.Name, "services/") {
-			return nil, fmt.Errorf("reading the backup: %q does not belong into one", h.Name)
-		}
-		path := filepath.Join(tmp, h.Name)
-		if err := makeDir(filepath.Dir(path)); err != nil {
-			return nil, err
-		}
-		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-		if err == nil {
-			if _, err = io.Copy(f, tr); err == nil {
-				err = f.Sync()
-			}
-			err = errors.Join(err, f.Close())
-		}
-		if err != nil {
-			return nil, fmt.Errorf("reading the backup: %w", err)
-		}
-	}
-	if !whole {
-		return nil, errors.New("reading the backup: it is cut off; nothing was changed")
-	}
-	b := &dataDir{path: tmp, quadlets: d.quadlets}
-	if err := b.readID(); err != nil {
+	if err := unpackBackup(r, tmp); err != nil {
 		return nil, fmt.Errorf("reading the backup: %w", err)
 	}
-	switch err := d.readID(); {
+	b := &dataDir{path: tmp, quadlets: d.quadlets}
+	if b.id, err = b.readID(); err != nil {
+		return nil, fmt.Errorf("reading the backup: %w", err)
+	}
+	switch d.id, err = d.readID(); {
 	case errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt):
 		d.id = b.id
 		if err := writeFile(filepath.Join(d.path, "id"), []byte(d.id+"\n")); err != nil {
@@ -927,6 +887,37 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 	return done, nil
 }
 
+// unpackBackup writes the members of a backup into a directory of its own.
+func unpackBackup(r io.Reader, dir string) error {
+	for tr := tar.NewReader(r); ; {
+		h, err := tr.Next()
+		switch {
+		case errors.Is(err, io.EOF):
+			return errors.New("it is cut off; nothing was changed")
+		case err != nil:
+			return err
+		case h.Name == backupEnd:
+			return nil
+		case !filepath.IsLocal(h.Name) || h.Typeflag != tar.TypeReg || h.Name != "id" && !strings.HasPrefix(h.Name, "services/"):
+			return fmt.Errorf("%q does not belong into one", h.Name)
+		}
+		path := filepath.Join(dir, h.Name)
+		if err := makeDir(filepath.Dir(path)); err != nil {
+			return err
+		}
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		if err != nil {
+			return err
+		}
+		if _, err = io.Copy(f, tr); err == nil {
+			err = f.Sync()
+		}
+		if err := errors.Join(err, f.Close()); err != nil {
+			return err
+		}
+	}
+}
+
 // restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.
 func (d *dataDir) restoreTokensOf(backup *dataDir, service string, now time.Time) (bool, error) {
 	from, err := backup.tokens(service, "tokens.json")
@@ -983,7 +974,7 @@ func (d *daemon) restore(ctx context.Context, name string) (string, error) {
 		ondisk := &record{}
 		if err := readRecord(s.data.serviceFile(s.name, "service.json"), ondisk); err != nil {
 			if head, err := verifyEvents(s.data.serviceFile(s.name, "events.jsonl")); err == nil && head == r.eventEnd() {
-				if err := s.commitLocked(func(*record) error { return nil }, event{Type: "restore", Actor: "local", Detail: "written again from the running server's memory"}); err != nil {
+				if err := s.commitLocked(unchanged, event{Type: "restore", Actor: "local", Detail: "written again from the running server's memory"}); err != nil {
 					return "", err
 				}
 				return filepath.Join("services", s.name, "service.json") + " from the running server's memory", nil
@@ -1023,9 +1014,7 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 	answer := wireFsck{}
 	if req.Restore != "" {
 		if answer.Restored, err = d.restore(r.Context(), req.Restore); err != nil {
-			e := invalid("restore", "%v", err) // this socket is local: it may name files
-			e.err = err
-			return e
+			return invalid("restore", "%v", err).because(err) // this socket is local: it may name files
 		}
 		d.log.Warn("a record was put back", "restored", answer.Restored)
 	}
@@ -1034,9 +1023,8 @@ func (d *daemon) postFsck(w http.ResponseWriter, r *http.Request) error {
 	return writeJSON(w, http.StatusOK, answer)
 }
 
-func (d *daemon) getBackup(w http.ResponseWriter, r *http.Request) error {
-	w.Header().Set("Content-Type", "application/x-tar")
-	w.Header().Set("Cache-Control", "no-store")
+func (d *daemon) getBackup(w http.ResponseWriter, _ *http.Request) error {
+	setType(w, "application/x-tar")
 	if err := d.data.backup(w, d.lockService, d.host.wall().UTC()); err != nil {
 		d.log.Error("backing up", "err", err)
 		panic(http.ErrAbortHandler) // the answer is cut off, and without its last member no backup
@@ -1047,13 +1035,14 @@ func (d *daemon) getBackup(w http.ResponseWriter, r *http.Request) error {
 // dataFlags are what a command needs that works on the directory itself because no server runs.
 type dataFlags struct{ data, quadlets, podman string }
 
-func (f *dataFlags) command(name string) *ffcli.Command {
-	fs := newFlags(name)
+func (f *dataFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.data, "data", "/data", "`directory` of the records, if no server runs")
 	fs.StringVar(&f.quadlets, "quadlets", "/quadlet", "`directory` of the units, if no server runs")
 	fs.StringVar(&f.podman, "podman", "unix:///run/toad/podman/podman.sock", "`URL` of Podman's API, if no server runs")
-	return &ffcli.Command{Name: name, FlagSet: fs, Options: envFlags()}
 }
+
+// noLock is the lock of who has the directory alone.
+func noLock(string) (unlock func()) { return func() {} }
 
 // alone opens the directory for one command, with both locks.
 func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error), error) {
@@ -1066,77 +1055,62 @@ func (f *dataFlags) alone() (*dataDir, func(service string) ([]container, error)
 }
 
 func fsckCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("fsck")
+	c := localClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("fsck")
-	c := localClient(cmd.FlagSet, stdout, stderr)
-	restore := cmd.FlagSet.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json")
-	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
-	cmd.ShortHelp = "check every record; changes nothing without --restore"
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if err := wantArgs("fsck", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	restore := fs.String("restore", "", "put this record back from its predecessor: services/SERVICE/service.json or tokens.json")
+	cmd := newCommand(fs, "", "check every record; changes nothing without --restore", "", func(ctx context.Context, _ []string) error {
 		var answer wireFsck
-		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, time.Minute*10)
-		switch {
-		case err == nil:
-			if err := decodeAnswer(raw, &answer); err != nil {
-				return c.explain(err, "fsck", "")
-			}
-		case c.reached.Load() || !errors.As(err, new(lostError)):
-			return c.explain(err, "fsck", "")
-		default: // no server: do it here, under both locks
+		raw, err := c.call(ctx, http.MethodPost, "/v1/fsck", fsckRequest{*restore}, &answer, 10*time.Minute)
+		if c.noServer(err) { // do it here, under both locks
 			d, running, err := f.alone()
 			if err != nil {
 				return err
 			}
 			defer d.close()
 			if *restore != "" {
-				if err := d.readID(); err != nil {
+				if d.id, err = d.readID(); err != nil {
 					return err
 				}
 				if answer.Restored, err = d.restoreNamed(*restore, running, time.Now().UTC().Truncate(time.Millisecond)); err != nil {
 					return err
 				}
 			}
-			answer.Findings = append([]finding{}, d.fsck(func(string) func() { return func() {} })...)
+			answer.Findings = append([]finding{}, d.fsck(noLock)...)
 			answer.OK = len(answer.Findings) == 0
 			if raw, err = json.Marshal(answer); err != nil {
 				return err
 			}
+		} else if err != nil {
+			return c.explain(err, "fsck", "")
 		}
-		switch {
-		case c.json:
-			c.document(raw)
-		default:
-			if answer.Restored != "" {
-				printLine(stdout, "restored %s", answer.Restored)
-			}
-			for _, p := range answer.Findings {
-				printLine(stdout, "%s: %s", p.File, p.Problem)
-			}
-			if answer.OK {
-				printLine(stdout, "every record is whole")
-			}
+		var lines []string
+		if answer.Restored != "" {
+			lines = append(lines, "restored "+answer.Restored)
 		}
+		for _, p := range answer.Findings {
+			lines = append(lines, p.File+": "+p.Problem)
+		}
+		if answer.OK {
+			lines = append(lines, "every record is whole")
+		}
+		c.answer(raw, lines...)
 		if !answer.OK {
 			return &commandError{status: exitRefused}
 		}
 		return nil
-	}
+	})
+	cmd.ShortUsage = "toad fsck [--restore FILE] [FLAGS]"
 	return cmd
 }
 
 func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("backup")
+	c := localClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("backup")
-	c := localClient(cmd.FlagSet, stdout, stderr)
-	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
-	cmd.ShortHelp = "write every record, and the images that a rollback needs, as a tar"
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if err := wantArgs("backup", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	cmd := newCommand(fs, "", "write every record, and the images that a rollback needs, as a tar", "", func(ctx context.Context, _ []string) error {
 		if isTerminal(stdout) {
 			return usageError("backup: standard output is a terminal", "toad backup > FILE")
 		}
@@ -1148,7 +1122,7 @@ func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 			}
 			return nil
 		}
-		if c.reached.Load() || !errors.As(err, new(lostError)) {
+		if !c.noServer(err) {
 			return c.explain(err, "backup", "")
 		}
 		d, _, err := f.alone()
@@ -1156,20 +1130,17 @@ func backupCmd(stdout, stderr io.Writer) *ffcli.Command {
 			return err
 		}
 		defer d.close()
-		return d.backup(stdout, func(string) func() { return func() {} }, time.Now().UTC())
-	}
+		return d.backup(stdout, noLock, time.Now().UTC())
+	})
+	cmd.ShortUsage = "toad backup [FLAGS] > FILE"
 	return cmd
 }
 
 func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
+	fs := newFlags("restore")
 	var f dataFlags
-	cmd := f.command("restore")
-	cmd.ShortUsage = "toad restore [FLAGS] < FILE"
-	cmd.ShortHelp = "put back from a backup what is missing or damaged; no server may run"
-	cmd.Exec = func(_ context.Context, args []string) error {
-		if err := wantArgs("restore", args); err != nil {
-			return err
-		}
+	f.register(fs)
+	cmd := newCommand(fs, "", "put back from a backup what is missing or damaged; no server may run", "", func(context.Context, []string) error {
 		d, running, err := f.alone()
 		if err != nil {
 			return err
@@ -1180,7 +1151,8 @@ func restoreCmd(stdin io.Reader, stdout io.Writer) *ffcli.Command {
 			printLine(stdout, "%s", line)
 		}
 		return err
-	}
+	})
+	cmd.ShortUsage = "toad restore [FLAGS] < FILE"
 	return cmd
 }
 
@@ -1248,9 +1220,6 @@ func (d *dataDir) audit(service string, lock func(service string) (unlock func()
 
 // getAudit verifies the log of one service, or all of them and Toad's own.
 func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
-	if !callerOf(r).local() {
-		return refuse("not_found", "there is no such route")
-	}
 	a := wireAudit{OK: true, Logs: []wireChain{}}
 	add := func(c wireChain) {
 		a.Logs, a.OK = append(a.Logs, c), a.OK && c.Problem == ""
@@ -1271,33 +1240,22 @@ func (d *daemon) getAudit(w http.ResponseWriter, r *http.Request) error {
 }
 
 func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
+	fs := newFlags("audit")
+	c := newClient(fs, stdout, stderr)
 	var f dataFlags
-	cmd := f.command("audit")
-	c := newClient(cmd.FlagSet, stdout, stderr)
-	cmd.ShortUsage = "toad audit verify [SERVICE] [FLAGS]"
-	cmd.ShortHelp = "see that no line of the event logs was changed, removed or moved"
-	cmd.LongHelp = "Who keeps the count and the hash it prints can tell later that the log begins with the same lines.\nOf Toad's own log only the running server knows the end."
-	cmd.Exec = func(ctx context.Context, args []string) error {
-		if len(args) == 0 || args[0] != "verify" {
+	f.register(fs)
+	long := "Who keeps the count and the hash it prints can tell later that the log begins with the same lines."
+	return newCommand(fs, "verify [SERVICE]", "see that no line of the event logs was changed, removed or moved", long, func(ctx context.Context, args []string) error {
+		if args[0] != "verify" {
 			return usageError("audit: verify is missing", "toad audit verify [SERVICE]")
 		}
 		service, query := "", ""
 		if len(args) > 1 {
-			if err := wantArgs("audit", args[1:], "SERVICE"); err != nil {
-				return err
-			}
 			service, query = args[1], "?service="+args[1]
 		}
 		var a wireAudit
-		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, time.Minute*10)
-		switch {
-		case err == nil:
-			if err := decodeAnswer(raw, &a); err != nil {
-				return c.explain(err, "audit", service)
-			}
-		case c.reached.Load() || !errors.As(err, new(lostError)):
-			return c.explain(err, "audit", service)
-		default: // no server: do it here, under both locks
+		raw, err := c.call(ctx, http.MethodGet, "/v1/audit"+query, nil, &a, 10*time.Minute)
+		if c.noServer(err) { // do it here, under both locks
 			d, _, err := f.alone()
 			if err != nil {
 				return err
@@ -1313,28 +1271,24 @@ func auditCmd(stdout, stderr io.Writer) *ffcli.Command {
 				return fmt.Errorf("audit: there is no service %s", service)
 			}
 			for _, name := range names {
-				a.Logs = append(a.Logs, d.audit(name, func(string) func() { return func() {} }))
+				a.Logs = append(a.Logs, d.audit(name, noLock))
 			}
 			a.OK = !slices.ContainsFunc(a.Logs, func(l wireChain) bool { return l.Problem != "" })
 			if raw, err = json.Marshal(a); err != nil {
 				return err
 			}
+		} else if err != nil {
+			return c.explain(err, "audit", service)
 		}
-		if c.json {
-			c.document(raw)
-		} else {
-			for _, l := range a.Logs {
-				if l.Problem != "" {
-					printLine(stdout, "%s: %s", l.File, l.Problem)
-				} else {
-					printLine(stdout, "%s: whole, %d events, hash %s", l.File, l.Events, cmp.Or(l.Hash, "-"))
-				}
-			}
+		var lines []string
+		for _, l := range a.Logs {
+			text := fmt.Sprintf("whole, %d events, hash %s", l.Events, cmp.Or(l.Hash, "-"))
+			lines = append(lines, l.File+": "+cmp.Or(l.Problem, text))
 		}
+		c.answer(raw, lines...)
 		if !a.OK {
 			return &commandError{status: exitRefused}
 		}
 		return nil
-	}
-	return cmd
+	})
 }

@@ -15,8 +15,6 @@ import (
 	"time"
 )
 
-func noLock(string) func() { return func() {} }
-
 func (w *world) findings() []finding { return w.data.fsck(noLock) }
 
 func (w *world) runningNow(service string) ([]container, error) {
@@ -41,6 +39,18 @@ func TestFsckFindsNothingInWholeRecords(t *testing.T) {
 		time.Sleep(time.Minute)
 		if f := w.findings(); len(f) > 0 {
 			t.Errorf("findings: %+v", f)
+		}
+	})
+}
+
+// A damaged id is told, and the running server goes on under the one that its units carry.
+func TestFsckOfADamagedID(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		id := w.data.id
+		must(t, os.WriteFile(filepath.Join(w.data.path, "id"), []byte("x\n"), 0o600))
+		if f := w.findings(); len(f) != 1 || f[0].File != "id" || w.data.id != id {
+			t.Errorf("findings %+v; the id is %q and was %q", f, w.data.id, id)
 		}
 	})
 }

@@ -88,11 +88,7 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 	p := &pull{registry: r, repository: repository, dir: dir}
 	defer p.close()
 
-	raw, err := readBlob(dir, digest)
-	haveManifest := err == nil
-	if absent(err) {
-		raw, err = p.document(ctx, "manifests", digest)
-	}
+	raw, fetched, err := p.obtain(ctx, "manifests", digest)
 	if err != nil {
 		return imageInfo{}, err
 	}
@@ -133,8 +129,8 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 	if err != nil {
 		return imageInfo{}, err
 	}
-	if got := info.platform; !samePlatform(got, platform) {
-		return imageInfo{}, failed("wrong_platform", nil, digest, publicPlatform(got), platform)
+	if err := info.checkPlatform(digest, platform); err != nil {
+		return imageInfo{}, err
 	}
 	for _, d := range missing {
 		if err := p.blob(ctx, d); err != nil {
@@ -142,7 +138,7 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 		}
 	}
 	// The manifest comes last: where it is, the rest has been.
-	if !haveManifest {
+	if fetched {
 		if err := writeFile(blobPath(dir, digest), raw); err != nil {
 			return imageInfo{}, err
 		}
@@ -163,13 +159,9 @@ func (r *registry) fetch(ctx context.Context, dir, ref string, limit byteSize, p
 // nothing.
 func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize, platform string) error {
 	repository, digest, _ := strings.Cut(ref, "@")
-	p := &pull{registry: r, repository: repository}
+	p := &pull{registry: r, repository: repository, dir: dir}
 	defer p.close()
-	raw, err := readBlob(dir, digest)
-	fetched := absent(err)
-	if fetched {
-		raw, err = p.document(ctx, "manifests", digest)
-	}
+	raw, fetched, err := p.obtain(ctx, "manifests", digest)
 	if err != nil {
 		return err
 	}
@@ -180,10 +172,7 @@ func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize,
 	if fetched && m.size > int64(limit) {
 		return failed("image_too_large", nil, digest, m.size, fmt.Sprintf("the enrolled limit is %d", limit))
 	}
-	config, err := readBlob(dir, m.config.Digest.String())
-	if absent(err) {
-		config, err = p.document(ctx, "blobs", m.config.Digest.String())
-	}
+	config, _, err := p.obtain(ctx, "blobs", m.config.Digest.String())
 	if err != nil {
 		return err
 	}
@@ -191,10 +180,7 @@ func (r *registry) inspect(ctx context.Context, dir, ref string, limit byteSize,
 	if err != nil {
 		return err
 	}
-	if got := info.platform; !samePlatform(got, platform) {
-		return failed("wrong_platform", nil, digest, publicPlatform(got), platform)
-	}
-	return nil
+	return info.checkPlatform(digest, platform)
 }
 
 // checkLayout hashes the manifest of that digest and everything it names. The error is errNotFound
@@ -311,7 +297,7 @@ func openBlob(dir, digest string) (*os.File, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("opening blob %s: %w", digest, errNotFound)
 	} else if err != nil {
-		return nil, fmt.Errorf("opening blob %s: %w: %w", digest, errStorage, err)
+		return nil, storageError("opening blob", digest, err)
 	}
 	return f, nil
 }
@@ -325,7 +311,7 @@ func copyBlob(w io.Writer, dir string, d v1.Descriptor) error {
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return fmt.Errorf("reading blob %s: %w: %w", d.Digest, errStorage, err)
+		return storageError("reading blob", d.Digest.String(), err)
 	}
 	if st.Size() != d.Size {
 		return fmt.Errorf("blob %s: %w: it has %d bytes and not %d", d.Digest, errDamaged, st.Size(), d.Size)
@@ -363,10 +349,7 @@ func readBlob(dir, digest string) ([]byte, error) {
 	return data, nil
 }
 
-func digestBytes(data []byte) string {
-	sum := sha256.Sum256(data)
-	return "sha256:" + hex.EncodeToString(sum[:])
-}
+func digestBytes(data []byte) string { return "sha256:" + sumHex(data) }
 
 // encodeIndex is an index.json. It is for other tools and for Podman's load; what is kept follows
 // from the records, never from it.
@@ -404,7 +387,7 @@ func addToIndex(dir string, d v1.Descriptor) error {
 func freeSpace(dir string) (int64, error) {
 	var st syscall.Statfs_t
 	if err := syscall.Statfs(dir, &st); err != nil {
-		return 0, fmt.Errorf("asking for the free space of %s: %w: %w", dir, errStorage, err)
+		return 0, storageError("asking for the free space of", dir, err)
 	}
 	return int64(st.Bavail) * int64(st.Bsize), nil
 }
@@ -545,6 +528,14 @@ func (m *manifest) describe(raw []byte) (platformInfo, error) {
 	return info, nil
 }
 
+// checkPlatform refuses the image of that digest on any other platform than its own.
+func (i platformInfo) checkPlatform(digest, platform string) error {
+	if !samePlatform(i.platform, platform) {
+		return failed("wrong_platform", nil, digest, publicPlatform(i.platform), platform)
+	}
+	return nil
+}
+
 // samePlatform compares system and architecture; a variant is not looked at.
 func samePlatform(a, b string) bool {
 	two := func(s string) string { return strings.Join(strings.SplitN(s+"//", "/", 3)[:2], "/") }
@@ -580,6 +571,15 @@ func (p *pull) close() {
 	}
 }
 
+// obtain reads a manifest or a config from the layout, or fetches it.
+func (p *pull) obtain(ctx context.Context, kind, digest string) (raw []byte, fetched bool, err error) {
+	if raw, err = readBlob(p.dir, digest); absent(err) {
+		raw, err = p.document(ctx, kind, digest)
+		fetched = true
+	}
+	return raw, fetched, err
+}
+
 // document fetches the bytes of a manifest or a config and verifies them.
 func (p *pull) document(ctx context.Context, kind, digest string) ([]byte, error) {
 	resp, err := p.get(ctx, kind, digest)
@@ -612,13 +612,12 @@ func (p *pull) blob(ctx context.Context, d v1.Descriptor) error {
 		return failed("digest_mismatch", errMismatch, digest)
 	}
 	path := blobPath(p.dir, digest)
-	storage := func(err error) error { return fmt.Errorf("writing %s: %w: %w", path, errStorage, err) }
 	if err := boundary("write", path); err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	f, err := renameio.NewPendingFile(path, renameio.WithTempDir(filepath.Dir(path)), renameio.WithStaticPermissions(0o600))
 	if err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	defer f.Cleanup()
 	hash := sha256.New()
@@ -627,16 +626,16 @@ func (p *pull) blob(ctx context.Context, d v1.Descriptor) error {
 	if broken := source.broken(); broken != nil {
 		return fetchFailed(ctx, digest, broken)
 	} else if err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	if n != d.Size || hex.EncodeToString(hash.Sum(nil)) != d.Digest.Hex {
 		return failed("digest_mismatch", errMismatch, digest)
 	}
 	if err := boundary("replace", path); err != nil {
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	if err := f.CloseAtomicallyReplace(); err != nil { // fsync, close, rename
-		return storage(err)
+		return storageError("writing", path, err)
 	}
 	return syncDir(filepath.Dir(path))
 }

@@ -404,9 +404,7 @@ func (s *service) stopAndConfirm(ctx context.Context, rev *revision, dl *deadlin
 		if err := s.wait(ctx, min(pause, max(s.left(dl), time.Millisecond))); err != nil {
 			return err
 		}
-		if s.signals != nil {
-			s.signals.take() // only a reason to look
-		}
+		s.signals.take() // only a reason to look
 	}
 }
 
@@ -539,18 +537,18 @@ func replaceUnit(path string, form []byte) error {
 	if b, err := os.ReadFile(prev); err == nil && string(b) == string(form) {
 		// Going back: a rename needs no room. The file it replaces is a failed candidate's.
 		if err := boundary("replace", path); err != nil {
-			return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+			return storageError("replacing", path, err)
 		}
 		if err := os.Rename(prev, path); err == nil {
 			return syncFile(path)
 		}
 	}
 	if err := boundary("keep", path); err != nil {
-		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+		return storageError("keeping", path, err)
 	}
 	os.Remove(prev)
 	if err := os.Link(path, prev); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("keeping %s: %w: %w", path, errStorage, err)
+		return storageError("keeping", path, err)
 	}
 	return writeFileMode(path, form, 0o644)
 }

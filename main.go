@@ -33,11 +33,11 @@
 //
 // Whoever has a token reaches the server with --server URL instead: the token is in TOAD_TOKEN or in the
 // file that --token-file names, and never on the command line. It is for one service, and does of
-// `status`, `deploy`, `watch`, `rollback`, `log` and `history` what its verbs allow. `token` issues, lists
-// and revokes them, over the socket alone; a token is printed once.
+// `status`, `deploy`, `watch`, `rollback`, `log`, `history`, `events` and `reconcile` what its verbs allow.
+// `token` issues, lists and revokes them, over the socket alone; a token is printed once.
 //
 // `fsck` reads every record, says what is wrong with which file, and exits 0 or 1. With --restore it
-// puts one service.json back from its predecessor. Whatever is restored, by name or from a backup, never
+// puts one service.json or tokens.json back from its predecessor. Whatever is restored, by name or from a backup, never
 // undoes a generation, an accepted operation or a promotion: every request made before is stale then, and
 // what the evidence contradicts is refused.
 //
@@ -198,7 +198,27 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 
 func newFlags(name string) *flag.FlagSet { return flag.NewFlagSet(name, flag.ContinueOnError) }
 
-func envFlags() []ff.Option { return []ff.Option{ff.WithEnvVarPrefix("TOAD")} }
+// newCommand makes the command that its flags are named after, as in "token issue". usage names its
+// arguments, as wantArgs takes them, and then the flags that it cannot go without. The arguments are
+// checked before exec is given them.
+func newCommand(fs *flag.FlagSet, usage, short, long string, exec func(ctx context.Context, args []string) error) *ffcli.Command {
+	path := strings.Fields(fs.Name())
+	names, _, _ := strings.Cut(usage, "--")
+	return &ffcli.Command{
+		Name:       path[len(path)-1],
+		ShortUsage: strings.Join(strings.Fields("toad "+fs.Name()+" "+usage+" [FLAGS]"), " "),
+		ShortHelp:  short,
+		LongHelp:   long,
+		FlagSet:    fs,
+		Options:    []ff.Option{ff.WithEnvVarPrefix("TOAD")},
+		Exec: func(ctx context.Context, args []string) error {
+			if err := wantArgs(fs.Name(), args, strings.Fields(names)...); err != nil {
+				return err
+			}
+			return exec(ctx, args)
+		},
+	}
+}
 
 // permute moves the flags among a command's arguments before them: package flag stops at the first
 // argument, and `toad deploy hello IMAGE --no-wait` is what everybody types.
@@ -309,23 +329,14 @@ func serveCmd(stdout, stderr io.Writer) *ffcli.Command {
 	})
 	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
 	watchdog := watchdogFlag(fs, &cfg.watchdog)
-	return &ffcli.Command{
-		Name:       "serve",
-		ShortUsage: "toad serve [FLAGS]",
-		ShortHelp:  "run the server",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("serve", args); err != nil {
-				return err
-			}
+	return newCommand(fs, "", "run the server", "",
+		func(ctx context.Context, args []string) error {
 			if err := watchdog(); err != nil {
 				return err
 			}
 			cfg.reserved = splitNames(*reserved)
 			return serve(ctx, cfg, newLog(stdout, stderr))
-		},
-	}
+		})
 }
 
 // watchdogFlag adds the flag of whoever a unit watches; what it returns judges the value.
@@ -347,16 +358,8 @@ func gatewayCmd(stdout, stderr io.Writer) *ffcli.Command {
 	fs.StringVar(&cfg.upstream, "upstream", "toad:8441", "`address` of the page on the private network")
 	fs.StringVar(&cfg.secretFile, "secret-file", "/run/toad-gateway/secret", "`file` with the credential that toad serve made")
 	watchdog := watchdogFlag(fs, &cfg.watchdog)
-	return &ffcli.Command{
-		Name:       "gateway",
-		ShortUsage: "toad gateway --host NAME [FLAGS]",
-		ShortHelp:  "lead from the public web server's socket to the read-only page",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(ctx context.Context, args []string) error {
-			if err := wantArgs("gateway", args); err != nil {
-				return err
-			}
+	return newCommand(fs, "--host NAME", "lead from the public web server's socket to the read-only page", "",
+		func(ctx context.Context, args []string) error {
 			if err := watchdog(); err != nil {
 				return err
 			}
@@ -364,8 +367,7 @@ func gatewayCmd(stdout, stderr io.Writer) *ffcli.Command {
 				return usageError("--host is missing", "it is the name that browsers know the page by")
 			}
 			return gateway(ctx, cfg, newLog(stdout, stderr))
-		},
-	}
+		})
 }
 
 func checkCmd(stdout io.Writer) *ffcli.Command {
@@ -373,23 +375,14 @@ func checkCmd(stdout io.Writer) *ffcli.Command {
 	fs := newFlags("check")
 	fs.StringVar(&opts.quadlets, "quadlets", "", "`directory` of the host's Quadlets, to check networks against")
 	reserved := fs.String("reserved", reservedNames, "`names` of units and containers that no service may claim")
-	return &ffcli.Command{
-		Name:       "check",
-		ShortUsage: "toad check DIR [FLAGS]",
-		ShortHelp:  "validate a directory of enrollments without a host",
-		FlagSet:    fs,
-		Options:    envFlags(),
-		Exec: func(_ context.Context, args []string) error {
-			if err := wantArgs("check", args, "DIR"); err != nil {
-				return err
-			}
+	return newCommand(fs, "DIR", "validate a directory of enrollments without a host", "",
+		func(_ context.Context, args []string) error {
 			opts.reserved = splitNames(*reserved)
 			if !checkDirectory(stdout, args[0], opts) {
 				return &commandError{status: exitRefused} // checkDirectory has said why
 			}
 			return nil
-		},
-	}
+		})
 }
 
 // version is set by the release build: -ldflags "-X main.version=v1.2.3".
@@ -406,20 +399,14 @@ func buildVersion() wireVersion {
 }
 
 func versionCmd(stdout io.Writer) *ffcli.Command {
-	return &ffcli.Command{
-		Name:       "version",
-		ShortUsage: "toad version",
-		ShortHelp:  "print this binary's version",
-		FlagSet:    newFlags("version"),
-		Exec: func(_ context.Context, args []string) error {
-			if err := wantArgs("version", args); err != nil {
-				return err
-			}
+	cmd := newCommand(newFlags("version"), "", "print this binary's version", "",
+		func(context.Context, []string) error {
 			v := buildVersion()
 			printLine(stdout, "toad %s (%s)", v.Version, v.Go)
 			return nil
-		},
-	}
+		})
+	cmd.ShortUsage = "toad version" // it has no flags
+	return cmd
 }
 
 // newLog logs for the journal as JSON, and for a person as text. An error goes to standard error, what is

@@ -12,8 +12,7 @@ import (
 var description []byte
 
 func getDescription(w http.ResponseWriter, _ *http.Request) error {
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("Cache-Control", "no-store")
+	setType(w, "application/json")
 	_, _ = w.Write(description)
 	return nil
 }

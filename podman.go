@@ -218,20 +218,20 @@ func (p *podman) Container(ctx context.Context, nameOrID string) (container, err
 }
 
 // Self inspects the container that Toad itself runs in, found by the first 12 digits of its id: the
-// host's paths of its mounts by destination, and its addresses by network.
-func (p *podman) Self(ctx context.Context, id12 string) (mounts, networks map[string]string, err error) {
+// host's paths of its mounts by destination.
+func (p *podman) Self(ctx context.Context, id12 string) (mounts map[string]string, err error) {
 	i, err := p.inspect(ctx, id12)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	if len(id12) != 12 || !strings.HasPrefix(i.ID, id12) {
-		return nil, nil, fmt.Errorf("inspecting container %s: %w: this is no id of a container", id12, errNotFound)
+		return nil, fmt.Errorf("inspecting container %s: %w: this is no id of a container", id12, errNotFound)
 	}
 	mounts = make(map[string]string)
 	for _, m := range i.Mounts {
 		mounts[m.Destination] = m.Source
 	}
-	return mounts, i.addresses(), nil
+	return mounts, nil
 }
 
 // Subnets tells of a container's network which addresses are on it; none if it is not on that network.

@@ -4,6 +4,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -121,8 +122,11 @@ func (s *unitSignals) put(u unitStatus) {
 	}
 }
 
-// take returns what was put since the last take, oldest first.
+// take returns what was put since the last take, oldest first; nothing of a unit that is not held.
 func (s *unitSignals) take() []unitStatus {
+	if s == nil {
+		return nil
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	seen := s.seen
@@ -508,6 +512,15 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	if d := s.op().StartupDeadline; d != nil && s.left(d) < s.left(by) {
 		by = d
 	}
+	if err := s.startCandidate(ctx, rev, by, "it was not started yet"); err != nil {
+		return err
+	}
+	return s.advance(inProbation, nil)
+}
+
+// startCandidate puts the candidate in place and starts it. If that fails and the attempt has ended
+// meanwhile, it says why: last is what was last known of the candidate.
+func (s *service) startCandidate(ctx context.Context, rev *revision, by *deadline, last string) error {
 	sctx, cancel := s.within(ctx, by)
 	defer cancel()
 	err := s.insist(sctx, by, func() error {
@@ -516,11 +529,8 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	if err == nil {
 		err = s.start(sctx, rev)
 	}
-	if err == nil {
-		return s.advance(inProbation, nil)
-	}
-	if e := s.ended(rev, "it was not started yet"); e != nil && ctx.Err() == nil && !errors.Is(err, errStorage) {
-		return e
+	if err != nil && ctx.Err() == nil && !errors.Is(err, errStorage) {
+		return cmp.Or(s.ended(rev, last), err)
 	}
 	return err
 }
@@ -561,9 +571,7 @@ func (s *service) start(ctx context.Context, rev *revision) error {
 			return err
 		}
 	}
-	if s.signals != nil {
-		s.signals.take()
-	}
+	s.signals.take()
 	now := s.now()
 	if err := s.intend(stepStart, func(r *record) {
 		op := r.Operation
@@ -651,7 +659,7 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 			return err
 		}
 		next := begun.Add(interval)
-		st, err := s.look(ctx, rev, unit)
+		st, err := s.look(ctx, unit)
 		if err == nil && givenUp != nil {
 			// Whatever it was going to answer, it is not this instance's any more if this one has changed.
 			if b := givenUp.status; st.ActiveState != "active" || st.InvocationID != b.InvocationID || st.MainPID != b.MainPID {
@@ -723,7 +731,7 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 			if !o.ready() {
 				s.imageForStart(ctx, s.op().RolloutDeadline, o.status, s.op().Candidate)
 			} else if w.first != begins {
-				if err := s.sawReady(o); err != nil {
+				if err := s.sawReady(); err != nil {
 					return err
 				}
 				s.say("ready", w.need)
@@ -752,17 +760,22 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 	}
 }
 
-// look reads the unit after everything that was signalled, counts restarts over both, and persists the
-// count before it is used.
-func (s *service) look(ctx context.Context, rev *revision, unit string) (unitStatus, error) {
+// seen is everything that was signalled of the unit, and then a look at it.
+func (s *service) seen(ctx context.Context, unit string) (seen []unitStatus, st unitStatus, err error) {
 	if err := s.hold(ctx, unit); err != nil {
-		return unitStatus{}, err
+		return nil, unitStatus{}, err
 	}
-	seen := s.signals.take()
-	st, err := s.host.units.Unit(ctx, unit)
-	if err == nil {
+	seen = s.signals.take()
+	if st, err = s.host.units.Unit(ctx, unit); err == nil {
 		seen = append(append(seen, s.signals.take()...), st)
 	}
+	return seen, st, err
+}
+
+// look reads the unit after everything that was signalled, counts restarts over both, and persists the
+// count before it is used.
+func (s *service) look(ctx context.Context, unit string) (unitStatus, error) {
+	seen, st, err := s.seen(ctx, unit)
 	op := s.op()
 	n, active := op.Restarts, op.WasActive
 	for _, u := range seen {
@@ -831,18 +844,7 @@ func (s *service) startAfterBoot(ctx context.Context, rev *revision) error {
 		return failed("rollout_deadline", nil, time.Duration(p.StabilityWindow), time.Duration(p.RolloutDeadline), "the host was booted")
 	}
 	s.say("boot")
-	sctx, cancel := s.within(ctx, s.op().RolloutDeadline)
-	defer cancel()
-	err := s.insist(sctx, s.op().RolloutDeadline, func() error {
-		return s.place(sctx, rev, s.op().Candidate, candidateForm(rev.unit))
-	})
-	if err == nil {
-		err = s.start(sctx, rev)
-	}
-	if e := s.ended(rev, "the host was booted"); err != nil && e != nil && ctx.Err() == nil && !errors.Is(err, errStorage) {
-		return e
-	}
-	return err
+	return s.startCandidate(ctx, rev, s.op().RolloutDeadline, "the host was booted")
 }
 
 // errChanged ends an observation because systemd signalled a change of the unit, or a request came.
@@ -887,7 +889,7 @@ func (s *service) observe(ctx context.Context, rev *revision) (observation, erro
 }
 
 // sawReady persists the first readiness, which ends the startup deadline.
-func (s *service) sawReady(o observation) error {
+func (s *service) sawReady() error {
 	if s.op().FirstReady != nil {
 		return nil
 	}
@@ -920,7 +922,7 @@ func (s *service) promote(ctx context.Context, rev *revision, w *window) (bool, 
 	var o observation
 	var err error
 	for try := 1; try == 1 || errors.Is(err, errChanged) && try <= 5; try++ { // what changed may be nothing of its identity
-		if _, err = s.look(ctx, rev, serviceName(rev.Enrollment.Unit)); err != nil {
+		if _, err = s.look(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
 			break
 		}
 		if err := s.ended(rev, "ready, and about to be promoted"); err != nil {
@@ -1012,10 +1014,7 @@ func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 		}
 		return broken(err, "its record is missing or damaged")
 	}
-	unit := serviceName(rev.Enrollment.Unit)
-	if err := s.hold(ctx, unit); err != nil {
-		s.log.Warn("holding the unit", "err", err)
-	}
+	s.tryHold(ctx, rev)
 
 	started := op.Step == stepVerify
 	if op.Step == stepStart {
@@ -1056,9 +1055,6 @@ func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 		if err := s.start(ctx, rev); err != nil {
 			return broken(err, "systemd did not take its start")
 		}
-		if err := s.verifying(ctx, rev); err != nil {
-			return broken(err, "the host does not answer")
-		}
 	}
 	if s.op().Step != stepVerify {
 		if err := s.verifying(ctx, rev); err != nil {
@@ -1089,9 +1085,7 @@ func (s *service) heldIf(err error) *held {
 // stopCandidate stops whatever of the unit runs. Before the target's start no time can run out: each
 // entry has the whole stop deadline.
 func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
-	if err := s.hold(ctx, serviceName(cand.Enrollment.Unit)); err != nil {
-		s.log.Warn("holding the unit", "err", err)
-	}
+	s.tryHold(ctx, cand)
 	if s.op().Step == "" {
 		if err := s.recordContainers(ctx, cand, stepStop); errors.Is(err, errStorage) || ctx.Err() != nil {
 			return err
@@ -1186,8 +1180,6 @@ func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (st
 		if err := s.wait(ctx, min(left, time.Duration(rev.Enrollment.Readiness.Interval))); err != nil {
 			return "", err
 		}
-		if s.signals != nil {
-			s.signals.take()
-		}
+		s.signals.take()
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -44,22 +45,19 @@ type daemon struct {
 func (d *daemon) all() []*service {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	list := make([]*service, 0, len(d.services))
-	for _, s := range d.services {
-		list = append(list, s)
-	}
-	slices.SortFunc(list, func(a, b *service) int { return strings.Compare(a.name, b.name) })
-	return list
+	return slices.SortedFunc(maps.Values(d.services), func(a, b *service) int { return strings.Compare(a.name, b.name) })
 }
 
 // service finds a service by name, one that was enrolled a moment ago included.
 func (d *daemon) service(name string) (*service, error) {
 	if serviceID.MatchString(name) {
-		for _, look := range []func(){func() {}, d.refresh} { // the directory is read for a name that is not known
-			look()
-			if s := d.known(name); s != nil {
-				return s, nil
-			}
+		s := d.known(name)
+		if s == nil { // the directory is read for a name that is not known
+			d.refresh()
+			s = d.known(name)
+		}
+		if s != nil {
+			return s, nil
 		}
 	}
 	return nil, refuse("not_found", "there is no such service")
@@ -281,7 +279,13 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		}
 	}
 
-	// No new operation; who waits is answered; an operation under way stays as it is on disk.
+	d.stop(ctx, servers, cancel)
+	return err
+}
+
+// stop ends the server in order: no new operation is taken, who waits is answered, and an operation under way
+// stays as it is on disk. cancel ends what runs in d.ctx.
+func (d *daemon) stop(ctx context.Context, servers []*http.Server, cancel func()) {
 	notify("STOPPING=1")
 	for _, s := range d.all() {
 		s.live.Lock()
@@ -289,27 +293,26 @@ func serve(ctx context.Context, cfg serveConfig, log *slog.Logger) error {
 		s.live.Unlock()
 	}
 	close(d.stopping)
-	sctx, stop := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
-	defer stop()
+	ctx, end := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer end()
 	for _, srv := range servers {
-		if srv.Shutdown(sctx) != nil {
+		if srv.Shutdown(ctx) != nil {
 			_ = srv.Close() // nothing is answered from records that the next one may write
 		}
 	}
 	cancel()
 	d.wg.Wait()
 	for _, s := range d.all() {
-		if eerr := s.tally.end(s.commitCounted); eerr != nil {
-			log.Error("writing counted events", "service", s.name, "err", eerr)
+		if err := s.tally.end(s.commitCounted); err != nil {
+			d.log.Error("writing counted events", "service", s.name, "err", err)
 		}
 	}
-	if eerr := data.own.tally.end(func() error { return data.own.write() }); eerr != nil {
-		log.Error("writing toad's own counted events", "err", eerr)
+	if err := d.data.own.tally.end(func() error { return d.data.own.write() }); err != nil {
+		d.log.Error("writing toad's own counted events", "err", err)
 	}
-	if eerr := data.ownEvent("stop", ""); eerr != nil {
-		log.Error("writing toad's own event", "err", eerr)
+	if err := d.data.ownEvent("stop", ""); err != nil {
+		d.log.Error("writing toad's own event", "err", err)
 	}
-	return err
 }
 
 // servePage begins to serve the page, to the gateway alone.
@@ -378,7 +381,7 @@ type ownPeers struct {
 	log   *slog.Logger
 	own   func() ([]net.Addr, error) // asked each time: a network may have been joined
 	slots chan struct{}
-	told  time.Time // when one was last closed and the log said so
+	told  minutely
 }
 
 func (l *ownPeers) Accept() (net.Conn, error) {
@@ -398,8 +401,7 @@ func (l *ownPeers) Accept() (net.Conn, error) {
 			}
 		}
 		c.Close()
-		if time.Since(l.told) > time.Minute { // whoever can connect must not fill the journal
-			l.told = time.Now()
+		if l.told.now() {
 			l.log.Warn("connection closed", "peer", c.RemoteAddr().String(), "because", why)
 		}
 	}
@@ -496,7 +498,7 @@ func (s *self) ask(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	mounts, _, err := s.podman.Self(ctx, name)
+	mounts, err := s.podman.Self(ctx, name)
 	if err != nil && !errors.Is(err, errNotFound) {
 		return err
 	}

@@ -19,8 +19,7 @@ import (
 	"time"
 )
 
-// host is the world as a service is given it: the two drivers, six function values (wall clock, boot
-// clock, boot identity, image fetch and inspection, probe), and where the Quadlet directory is.
+// host is the world as a service is given it: the two drivers, the clocks, and what else it asks for.
 type host struct {
 	units      units
 	containers containers
@@ -103,11 +102,11 @@ type live struct {
 	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
 	checked     bool            // both were looked at
 	log         *operationLog   // of the operation under way or last ended
-	claimed     claim           // what the revision of the generation claimedBy runs as
 	recent      []pastOperation // the operations before it, newest first
-	unit        lookedUnit      // as last looked at, by whoever looked
-	container   lookedContainer
+	claimed     claim           // what the revision of the generation claimedBy runs as
 	claimedBy   int64
+	unit        lookedUnit // as last looked at, by whoever looked
+	container   lookedContainer
 	outcomes    map[state]int // operations that ended since Toad's start
 	enrolled    enrolled      // the enrollment as last read
 	enrollErr   error         // why there is none
@@ -282,7 +281,7 @@ func (s *service) commitCounted() error {
 	if err := s.data.room(); err != nil {
 		return err
 	}
-	return s.commit(func(*record) error { return nil })
+	return s.commit(unchanged)
 }
 
 // stale tells that a commit failed, whoever made it: what is on disk is unknown until it is read again.
@@ -343,6 +342,9 @@ func (s *service) commit(change func(r *record) error, events ...event) error {
 	defer s.mu.Unlock()
 	return s.commitLocked(change, events...)
 }
+
+// unchanged is the change of a commit for its events alone.
+func unchanged(*record) error { return nil }
 
 func (s *service) commitLocked(change func(r *record) error, events ...event) (err error) {
 	if s.broken != nil {
@@ -495,23 +497,36 @@ func (s *service) left(d *deadline) time.Duration {
 	return d.At.Sub(s.host.wall())
 }
 
-// within bounds a step by a deadline and lets a rollback request end it.
-func (s *service) within(ctx context.Context, d *deadline) (context.Context, context.CancelFunc) {
+// step is a context that cancelStep ends; at once with what over says under mu, if that is not nil.
+func (s *service) step(ctx context.Context, over func() error) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	s.mu.Lock()
 	s.cancelStep = cancel
-	requested := s.op().RollbackRequested && s.op().State != rollingBack
+	why := over()
 	s.mu.Unlock()
-	if requested {
-		cancel(errRequested)
+	if why != nil {
+		cancel(why)
 	}
-	ctx, stop := context.WithTimeoutCause(ctx, s.left(d), context.DeadlineExceeded)
 	return ctx, func() {
-		stop()
 		s.mu.Lock()
 		s.cancelStep = nil
 		s.mu.Unlock()
 		cancel(nil)
+	}
+}
+
+// within bounds a step by a deadline and lets a rollback request end it.
+func (s *service) within(ctx context.Context, d *deadline) (context.Context, context.CancelFunc) {
+	ctx, end := s.step(ctx, func() error {
+		if op := s.op(); op.RollbackRequested && op.State != rollingBack {
+			return errRequested
+		}
+		return nil
+	})
+	ctx, stop := context.WithTimeoutCause(ctx, s.left(d), context.DeadlineExceeded)
+	return ctx, func() {
+		stop()
+		end()
 	}
 }
 
@@ -546,6 +561,13 @@ func (s *service) hold(ctx context.Context, unit string) error {
 	}
 	s.signals, s.release, s.held = sig, release, unit
 	return nil
+}
+
+// tryHold holds a revision's unit where a host that does not answer is no reason to stop.
+func (s *service) tryHold(ctx context.Context, rev *revision) {
+	if err := s.hold(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
+		s.log.Warn("holding the unit", "err", err)
+	}
 }
 
 // bootNow tells this boot from any other: a reboot changes the kernel's boot id, a restarted user
@@ -759,8 +781,8 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 			if enErr == nil {
 				return nil
 			}
-			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name)
-			e.err, e.local = enErr, enErr.Error()
+			e := refuse("enrollment_invalid", "the enrollment of %s does not allow deployments", s.name).because(enErr)
+			e.local = enErr.Error()
 			return e
 		}},
 		{"repository", func() error {
@@ -821,9 +843,7 @@ func (s *service) admission(sub submission, r *record, en enrolled, enErr error,
 		{"room", func() error {
 			switch err := room(); {
 			case errors.Is(err, syscall.ENOSPC):
-				e := refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name)
-				e.err = err
-				return e
+				return refuse("state_unavailable", "there is no room for the records of %s: free some space on the host, then deploy again", s.name).because(err)
 			case err != nil:
 				return s.unavailable(err)
 			}
@@ -865,9 +885,7 @@ func (s *service) usable() error {
 }
 
 func (s *service) unavailable(err error) error {
-	e := refuse("state_unavailable", "the records of %s cannot be read or written now", s.name)
-	e.err = err
-	return e
+	return refuse("state_unavailable", "the records of %s cannot be read or written now", s.name).because(err)
 }
 
 // requestRollback asks the operation to end. again tells that it is ending already.

@@ -18,7 +18,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"sort"
 	"strings"
 	"syscall"
 	"time"
@@ -42,6 +41,11 @@ var (
 	// errCorrupt wraps what is wrong with a record that was read.
 	errCorrupt = errors.New("corrupt record")
 )
+
+// storageError is a step on the disk that failed.
+func storageError(doing, what string, err error) error {
+	return fmt.Errorf("%s %s: %w: %w", doing, what, errStorage, err)
+}
 
 // state is the state of an operation.
 type state string
@@ -369,49 +373,34 @@ func (r *record) down() bool { return r.Suspended != nil || r.Retired != nil }
 // clone copies the record so deep that changing the copy never shows in the original.
 func (r *record) clone() *record {
 	c := *r
-	if r.Current != nil {
-		v := *r.Current
-		c.Current = &v
+	c.Current, c.Rollback, c.Barrier, c.Resume = copyOf(r.Current), copyOf(r.Rollback), copyOf(r.Barrier), copyOf(r.Resume)
+	if c.Held = copyOf(r.Held); c.Held != nil {
+		c.Held.Remains = slices.Clone(c.Held.Remains)
 	}
-	if r.Rollback != nil {
-		v := *r.Rollback
-		c.Rollback = &v
+	if c.Suspended = copyOf(r.Suspended); c.Suspended != nil {
+		c.Suspended.Remains = slices.Clone(c.Suspended.Remains)
 	}
-	if r.Held != nil {
-		v := *r.Held
-		v.Remains = slices.Clone(v.Remains)
-		c.Held = &v
+	if c.Retired = copyOf(r.Retired); c.Retired != nil {
+		c.Retired.Remains = slices.Clone(c.Retired.Remains)
 	}
-	if r.Suspended != nil {
-		v := *r.Suspended
-		v.Remains = slices.Clone(v.Remains)
-		c.Suspended = &v
-	}
-	if r.Resume != nil {
-		v := *r.Resume
-		c.Resume = &v
-	}
-	if r.Barrier != nil {
-		v := *r.Barrier
-		c.Barrier = &v
-	}
-	if r.Retired != nil {
-		v := *r.Retired
-		v.Remains = slices.Clone(v.Remains)
-		c.Retired = &v
+	if c.Operation = copyOf(r.Operation); c.Operation != nil {
+		c.Operation.Timeline = slices.Clone(c.Operation.Timeline)
 	}
 	c.Containers = slices.Clone(r.Containers)
 	c.Events = slices.Clone(r.Events)
-	if r.Operation != nil {
-		op := *r.Operation
-		op.Timeline = slices.Clone(op.Timeline)
-		c.Operation = &op
-	}
 	return &c
 }
 
-// testingOnlyBoundary is called before each durable step (write, replace, syncdir, mkdir, append,
-// remove) with the path it concerns. An error it returns is the step's own.
+// copyOf is a flat copy of what p points to; nil of nil.
+func copyOf[T any](p *T) *T {
+	if p == nil {
+		return nil
+	}
+	return new(*p)
+}
+
+// testingOnlyBoundary is called before each durable step with its name (write, replace, syncdir, …) and the
+// path it concerns. An error it returns is the step's own.
 var testingOnlyBoundary func(step, path string) error
 
 func boundary(step, path string) error {
@@ -429,21 +418,21 @@ func writeFile(path string, data []byte) error { return writeFileMode(path, data
 func writeFileMode(path string, data []byte, mode fs.FileMode) error {
 	dir := filepath.Dir(path)
 	if err := boundary("write", path); err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	t, err := renameio.NewPendingFile(path, renameio.WithTempDir(dir), renameio.WithStaticPermissions(mode))
 	if err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	defer t.Cleanup()
 	if _, err := t.Write(data); err != nil {
-		return fmt.Errorf("writing %s: %w: %w", path, errStorage, err)
+		return storageError("writing", path, err)
 	}
 	if err := boundary("replace", path); err != nil {
-		return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		return storageError("replacing", path, err)
 	}
 	if err := t.CloseAtomicallyReplace(); err != nil { // fsync, close, rename
-		return fmt.Errorf("replacing %s: %w: %w", path, errStorage, err)
+		return storageError("replacing", path, err)
 	}
 	return syncDir(dir)
 }
@@ -451,15 +440,27 @@ func writeFileMode(path string, data []byte, mode fs.FileMode) error {
 // syncDir makes the names in a directory durable.
 func syncDir(dir string) error {
 	if err := boundary("syncdir", dir); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+		return storageError("syncing", dir, err)
 	}
-	d, err := os.Open(dir)
+	return syncPath(dir)
+}
+
+// syncFile makes what was read durable: after a crash the page cache may show what the disk has not.
+func syncFile(path string) error {
+	if err := syncPath(path); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncPath(path string) error {
+	f, err := os.Open(path)
 	if err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+		return storageError("syncing", path, err)
 	}
-	defer d.Close()
-	if err := d.Sync(); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", dir, errStorage, err)
+	defer f.Close()
+	if err := f.Sync(); err != nil {
+		return storageError("syncing", path, err)
 	}
 	return nil
 }
@@ -476,10 +477,10 @@ func makeDir(dir string) error {
 		return err
 	}
 	if err := boundary("mkdir", dir); err != nil {
-		return fmt.Errorf("making %s: %w: %w", dir, errStorage, err)
+		return storageError("making", dir, err)
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return fmt.Errorf("making %s: %w: %w", dir, errStorage, err)
+		return storageError("making", dir, err)
 	}
 	return syncDir(filepath.Dir(dir))
 }
@@ -487,10 +488,10 @@ func makeDir(dir string) error {
 // removeFile removes a file durably; one that is not there is no error.
 func removeFile(path string) error {
 	if err := boundary("remove", path); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
+		return storageError("removing", path, err)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("removing %s: %w: %w", path, errStorage, err)
+		return storageError("removing", path, err)
 	}
 	// One that is gone already may have been removed by a predecessor that was killed before the sync.
 	if _, err := os.Stat(filepath.Dir(path)); errors.Is(err, fs.ErrNotExist) {
@@ -510,8 +511,16 @@ func encodeRecord(v any) ([]byte, error) {
 	if i < 0 {
 		return nil, errors.New("a record without sha256")
 	}
-	sum := sha256.Sum256(b[:i])
-	return fmt.Appendf(b[:i:i], "  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])), nil
+	return append(b[:i:i], sumLine(b[:i])...), nil
+}
+
+// sumLine is the end of a record that begins so.
+func sumLine(b []byte) string { return fmt.Sprintf("  \"sha256\": %q\n}\n", sumHex(b)) }
+
+// sumHex is the SHA-256 of data in hexadecimal digits.
+func sumHex(data []byte) string {
+	sum := sha256.Sum256(data)
+	return hex.EncodeToString(sum[:])
 }
 
 // decodeRecord reads what encodeRecord wrote into v: version first, then checksum, then strictly. What is
@@ -549,8 +558,7 @@ func checkSum(b []byte) error {
 	if i < 0 {
 		return fmt.Errorf("%w: no checksum", errCorrupt)
 	}
-	sum := sha256.Sum256(b[:i])
-	if want := fmt.Sprintf("  \"sha256\": %q\n}\n", hex.EncodeToString(sum[:])); string(b[i:]) != want {
+	if string(b[i:]) != sumLine(b[:i]) {
 		return fmt.Errorf("%w: checksum does not match", errCorrupt)
 	}
 	return nil
@@ -565,12 +573,12 @@ func writeRecord(path string, v any) error {
 	}
 	if old, err := os.ReadFile(path); err == nil && checkSum(old) == nil {
 		if err := boundary("keep", path); err != nil {
-			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
+			return storageError("keeping the predecessor of", path, err)
 		}
 		tmp := path + ".prev.new"
 		os.Remove(tmp)
 		if err := errors.Join(os.Link(path, tmp), os.Rename(tmp, path+".prev")); err != nil {
-			return fmt.Errorf("keeping the predecessor of %s: %w: %w", path, errStorage, err)
+			return storageError("keeping the predecessor of", path, err)
 		}
 		os.Remove(tmp) // renaming does nothing if a killed predecessor came as far: both are one file
 	}
@@ -589,20 +597,7 @@ func readRecord(path string, v any) error {
 	return nil
 }
 
-// syncFile makes what was read durable: after a crash the page cache may show what the disk has not.
-func syncFile(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("syncing %s: %w: %w", path, errStorage, err)
-	}
-	return syncDir(filepath.Dir(path))
-}
-
-// dataDir is DATA, opened by the one running server.
+// dataDir is DATA, in the hands of the one process that has its locks.
 type dataDir struct {
 	path, quadlets string
 	id             string // DATA/id
@@ -614,7 +609,8 @@ type dataDir struct {
 // before they are held.
 func lockData(path, quadlets string) (*dataDir, error) {
 	d := &dataDir{path: path, quadlets: quadlets, own: ownLog{path: filepath.Join(path, "events.jsonl"), headPath: filepath.Join(path, "events.head.json"), tally: newTally()}}
-	for dir, what := range map[string]string{path: "data", quadlets: "Quadlet"} {
+	for _, of := range []struct{ what, dir string }{{"data", path}, {"Quadlet", quadlets}} {
+		what, dir := of.what, of.dir
 		if st, err := os.Stat(dir); err != nil {
 			return nil, fmt.Errorf("opening the %s directory %s: %w; make it, owned by the user that runs Toad", what, dir, err)
 		} else if !st.IsDir() {
@@ -669,7 +665,7 @@ func (d *dataDir) open() error {
 			return err
 		}
 	}
-	err := d.readID()
+	id, err := d.readID()
 	if errors.Is(err, fs.ErrNotExist) {
 		if names, _ := d.services(); len(names) > 0 {
 			return fmt.Errorf("%w; it is missing, and services are not: put it back from a backup", err)
@@ -679,20 +675,21 @@ func (d *dataDir) open() error {
 	} else if err != nil {
 		return err
 	}
+	d.id = id
 	return syncFile(filepath.Join(d.path, "id")) // units will carry it
 }
 
-// readID reads DATA/id.
-func (d *dataDir) readID() error {
+// readID reads DATA/id. Only who opens the directory sets d.id: a running server goes on under its own.
+func (d *dataDir) readID() (string, error) {
 	b, err := os.ReadFile(filepath.Join(d.path, "id"))
 	if err != nil {
-		return fmt.Errorf("reading the id: %w", err)
+		return "", fmt.Errorf("reading the id: %w", err)
 	}
-	d.id = strings.TrimSpace(string(b))
-	if !dataID.MatchString(d.id) {
-		return fmt.Errorf("reading the id: %w: put it back from a backup", errCorrupt)
+	id := strings.TrimSpace(string(b))
+	if !dataID.MatchString(id) {
+		return "", fmt.Errorf("reading the id: %w: put it back from a backup", errCorrupt)
 	}
-	return nil
+	return id, nil
 }
 
 // holder says who noted itself in a lock file, for a message only.
@@ -717,7 +714,7 @@ func (d *dataDir) room() error {
 		return d.space()
 	}
 	if err := boundary("reserve", path); err != nil {
-		return fmt.Errorf("making %s: %w: %w", path, errStorage, err)
+		return storageError("making", path, err)
 	}
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
 	if err == nil {
@@ -744,7 +741,7 @@ func (d *dataDir) space() error {
 	var st syscall.Statfs_t
 	switch err := syscall.Statfs(d.path, &st); {
 	case err != nil:
-		return fmt.Errorf("asking for the free space of %s: %w: %w", d.path, errStorage, err)
+		return storageError("asking for the free space of", d.path, err)
 	case st.Bavail*uint64(st.Bsize) < 1<<20:
 		return fmt.Errorf("%w: %w: less than 1 MiB is free in %s", errStorage, syscall.ENOSPC, d.path)
 	case st.Files > 0 && st.Ffree < 32: // some file systems make inodes as they go, and count none
@@ -764,10 +761,10 @@ func (d *dataDir) withReserve(write func() error) error {
 
 // save commits a service's record, on a full disk with the reserve's help.
 func (d *dataDir) save(r *record) error {
-	if err := r.check(); err != nil {
-		return fmt.Errorf("refusing to write: %w", err)
-	}
 	path := d.serviceFile(r.Service, "service.json")
+	if err := r.check(); err != nil {
+		return fmt.Errorf("refusing to write %s: %w", path, err)
+	}
 	return d.withReserve(func() error { return writeRecord(path, r) })
 }
 
@@ -820,8 +817,7 @@ func (d *dataDir) saveRevision(rev *revision) error {
 	if err := makeDir(dir); err != nil {
 		return err
 	}
-	sum := sha256.Sum256(rev.unit)
-	rev.UnitSHA256 = hex.EncodeToString(sum[:])
+	rev.UnitSHA256 = sumHex(rev.unit)
 	base := filepath.Join(dir, fmt.Sprint(rev.Generation))
 	if err := writeFile(base+".container", rev.unit); err != nil {
 		return err
@@ -850,8 +846,7 @@ func (d *dataDir) revision(service string, generation int64) (*revision, error) 
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256(unit)
-	if rev.Service != service || rev.Generation != generation || rev.UnitSHA256 != hex.EncodeToString(sum[:]) {
+	if rev.Service != service || rev.Generation != generation || rev.UnitSHA256 != sumHex(unit) {
 		return nil, fmt.Errorf("reading %s.json: %w: record and unit do not belong together", base, errCorrupt)
 	}
 	rev.unit = unit
@@ -866,31 +861,26 @@ func (d *dataDir) archive(service string, op *operation) error {
 		}
 	}
 	path := d.serviceFile(service, "operations", op.ID+".json")
-	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
-		if err := writeRecord(path, &archived{Version: recordVersion, Service: service, Operation: *op}); err != nil {
-			return err
-		}
-	} else if err != nil {
-		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
-	} else if err := syncFile(path); err != nil { // found: maybe renamed and not synced before a kill
-		return err
+	if err := writeOnce(path, &archived{Version: recordVersion, Service: service, Operation: *op}); err != nil || op.Key == "" {
+		return err // of one without a key the event log alone told, after a restore
 	}
-	if op.Key == "" {
-		return nil // told by the event log alone, after a restore
-	}
-	path = d.keyPath(service, op.Key)
+	return writeOnce(d.keyPath(service, op.Key), &keyFile{Version: recordVersion, Operation: op.ID, RequestHash: op.RequestHash,
+		State: op.State, FinishedAt: *op.FinishedAt})
+}
+
+// writeOnce writes a record that never changes. One that is found is made durable: it may have been renamed
+// and not synced before a kill.
+func writeOnce(path string, v any) error {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
-		return writeRecord(path, &keyFile{Version: recordVersion, Operation: op.ID, RequestHash: op.RequestHash,
-			State: op.State, FinishedAt: *op.FinishedAt})
+		return writeRecord(path, v)
 	} else if err != nil {
-		return fmt.Errorf("archiving %s: %w: %w", op.ID, errStorage, err)
+		return storageError("looking for", path, err)
 	}
 	return syncFile(path)
 }
 
 func (d *dataDir) keyPath(service, key string) string {
-	sum := sha256.Sum256([]byte(key))
-	return d.serviceFile(service, "keys", hex.EncodeToString(sum[:])+".json")
+	return d.serviceFile(service, "keys", sumHex([]byte(key))+".json")
 }
 
 // key looks a key up among the ended operations; errNotFound if it was never used.
@@ -930,7 +920,7 @@ func (d *dataDir) operationIDs(service string) ([]string, error) {
 			ids = append(ids, id)
 		}
 	}
-	sort.Sort(sort.Reverse(sort.StringSlice(ids)))
+	slices.Reverse(ids) // a directory is read in the order of its names
 	return ids, nil
 }
 

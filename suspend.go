@@ -6,7 +6,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -211,9 +210,7 @@ func (s *service) stayDown(ctx context.Context) error {
 		if err := s.wait(ctx, watchInterval); err != nil {
 			return err
 		}
-		if s.signals != nil {
-			s.signals.take()
-		}
+		s.signals.take()
 	}
 }
 
@@ -223,9 +220,7 @@ func (s *service) bringDown(ctx context.Context, rev *revision) error {
 	if err := s.owns(ctx, rev); err != nil {
 		return err
 	}
-	if err := s.hold(ctx, serviceName(rev.Enrollment.Unit)); err != nil {
-		s.log.Warn("holding the unit", "err", err)
-	}
+	s.tryHold(ctx, rev)
 	return s.stopAndConfirm(ctx, rev, s.after(time.Duration(rev.Enrollment.StopDeadline)))
 }
 
@@ -395,10 +390,10 @@ func (s *service) clear(ctx context.Context) error {
 		}
 	}
 	if err := boundary("remove", s.images()); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", s.images(), errStorage, err)
+		return storageError("removing", s.images(), err)
 	}
 	if err := os.RemoveAll(s.images()); err != nil {
-		return fmt.Errorf("removing %s: %w: %w", s.images(), errStorage, err)
+		return storageError("removing", s.images(), err)
 	}
 	return syncDir(filepath.Dir(s.images()))
 }

@@ -346,7 +346,7 @@ func (s *service) tellTokens() error {
 		}
 	}
 	if len(events) > 0 {
-		if err := s.commitLocked(func(*record) error { return nil }, events...); err != nil {
+		if err := s.commitLocked(unchanged, events...); err != nil {
 			return err
 		}
 	}
@@ -380,14 +380,12 @@ func (s *service) issue(actor, label string, verbs []string, expires time.Durati
 	var b [32]byte
 	rand.Read(b[:])
 	secret = hex.EncodeToString(b[:])
-	sum := sha256.Sum256([]byte(secret))
-	rec = tokenRecord{ID: strings.ToLower(rand.Text()[:12]), Secret: hex.EncodeToString(sum[:]), Label: label, Verbs: slices.Clone(verbs), IssuedAt: now}
+	rec = tokenRecord{ID: strings.ToLower(rand.Text()[:12]), Secret: sumHex([]byte(secret)), Label: label, Verbs: slices.Clone(verbs), IssuedAt: now}
 	if s.index.get(rec.ID) != nil {
 		return rec, "", fmt.Errorf("the random id %s is taken", rec.ID)
 	}
 	if expires > 0 {
-		at := now.Add(expires)
-		rec.ExpiresAt = &at
+		rec.ExpiresAt = new(now.Add(expires))
 	}
 	t := newToken(s.name, rec)
 	s.issued, s.owed = append(s.issued, t), append(s.owed, tokenEvent{"token-issued", rec.ID, actor})
@@ -460,8 +458,7 @@ func (s *service) saveUses() {
 	changed := false
 	for _, t := range s.issued {
 		if ms := t.used.Load(); ms != 0 && (t.UsedAt == nil || ms > t.UsedAt.UnixMilli()) {
-			at := time.UnixMilli(ms).UTC()
-			t.UsedAt, changed = &at, true
+			t.UsedAt, changed = new(time.UnixMilli(ms).UTC()), true
 		}
 	}
 	if changed {
@@ -493,8 +490,7 @@ func (s *service) listTokens() []tokenRecord {
 	for _, t := range s.issued {
 		rec := t.tokenRecord
 		if ms := t.used.Load(); ms != 0 {
-			at := time.UnixMilli(ms).UTC()
-			rec.UsedAt = &at
+			rec.UsedAt = new(time.UnixMilli(ms).UTC())
 		}
 		list = append(list, rec)
 	}

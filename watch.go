@@ -127,25 +127,17 @@ func (s *service) watch(ctx context.Context) error {
 
 // whileIdle is a context that ends when an operation is accepted, or the service has another duty.
 func (s *service) whileIdle(ctx context.Context, now duty) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	s.mu.Lock()
-	s.cancelStep = cancel
-	other := s.rec.Load().duty() != now
-	s.mu.Unlock()
-	if other {
-		cancel(errSubmitted)
-	}
-	return ctx, func() {
-		s.mu.Lock()
-		s.cancelStep = nil
-		s.mu.Unlock()
-		cancel(nil)
-	}
+	return s.step(ctx, func() error {
+		if s.rec.Load().duty() != now {
+			return errSubmitted
+		}
+		return nil
+	})
 }
 
 // tell commits an event of the running service.
 func (s *service) tell(typ, detail string) error {
-	return s.commit(func(r *record) error { return nil }, event{Type: typ, Detail: detail, Operation: s.currentOperation()})
+	return s.commit(unchanged, event{Type: typ, Detail: detail, Operation: s.currentOperation()})
 }
 
 // currentOperation is the operation that made the current revision.
@@ -187,10 +179,7 @@ func (s *service) settle() error {
 			s.log.Warn("pruning the image layout", "err", err)
 		}
 	}
-	if err := s.data.prune(r, s.now()); err != nil {
-		return err
-	}
-	return nil
+	return s.data.prune(r, s.now())
 }
 
 // install puts the promoted form of the current unit in place: only after the commit, or a boot could
@@ -254,15 +243,7 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 
 // watchUnit counts restarts since the promotion from signals and a look, and tells each.
 func (s *service) watchUnit(ctx context.Context, rev *revision) (unitStatus, error) {
-	unit := serviceName(rev.Enrollment.Unit)
-	if err := s.hold(ctx, unit); err != nil {
-		return unitStatus{}, err
-	}
-	seen := s.signals.take()
-	st, err := s.host.units.Unit(ctx, unit)
-	if err == nil {
-		seen = append(append(seen, s.signals.take()...), st)
-	}
+	seen, st, err := s.seen(ctx, serviceName(rev.Enrollment.Unit))
 	before := s.rec.Load().Watch
 	n := before
 	for _, u := range seen {
@@ -474,10 +455,7 @@ func (s *service) unhold(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	unit := serviceName(rev.Enrollment.Unit)
-	if err := s.hold(ctx, unit); err != nil {
-		s.log.Warn("holding the unit", "err", err)
-	}
+	s.tryHold(ctx, rev)
 	if h.StartedAt != nil {
 		// The start of the current revision was meant, and maybe made.
 		took, err := s.startedSince(ctx, rev, s.rec.Load().Watch.Before, *h.StartedAt)

@@ -7,9 +7,7 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"embed"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"html/template"
@@ -231,7 +229,7 @@ func (s *service) web(operations bool) webService {
 	for _, p := range recent {
 		o := webOperation{wireOperation: s.wire(p.op), Log: []wireLogLine{}, Omitted: p.omitted}
 		for _, l := range p.lines {
-			o.Log = append(o.Log, wireLogLine{Seq: l.Seq, At: wireTime(l.At), State: string(l.State), Code: l.Code, Text: l.Text})
+			o.Log = append(o.Log, wireLogLineOf(l))
 		}
 		v.Operations = append(v.Operations, o)
 	}
@@ -541,9 +539,8 @@ var webAssets, webNames = func() (map[string]webAsset, map[string]string) {
 		if err != nil {
 			panic(err)
 		}
-		sum := sha256.Sum256(b)
 		ext := path.Ext(name)
-		names[name] = "/" + strings.TrimSuffix(name, ext) + "." + hex.EncodeToString(sum[:6]) + ext
+		names[name] = "/" + strings.TrimSuffix(name, ext) + "." + sumHex(b)[:12] + ext
 		assets[names[name]] = webAsset{mime.TypeByExtension(ext), b}
 	}
 	return assets, names
@@ -553,7 +550,7 @@ var webTemplate = template.Must(template.New("").Funcs(template.FuncMap{
 	"asset": func(name string) string { return webNames[name] },
 	"clock": func(t any) string { return timeOf(t).Format("2 Jan 2006, 15:04:05 UTC") },
 	"hms":   func(t any) string { return timeOf(t).Format("15:04:05") },
-	"iso":   func(t any) string { return timeOf(t).Format("2006-01-02T15:04:05.000Z") },
+	"iso":   func(t any) string { return timeOf(t).Format(wireTimeForm) },
 	"ago": func(t any, now wireTime) string {
 		d := time.Time(now).Sub(timeOf(t))
 		switch {
