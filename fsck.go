@@ -452,7 +452,9 @@ func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
 		}
 	}
 	path := d.serviceFile(from.Service, "tokens.json")
-	if _, err := d.tokens(from.Service, "tokens.json"); err != nil {
+	if _, err := d.tokens(from.Service, "tokens.json"); errors.Is(err, errNewer) {
+		return fmt.Errorf("restoring %s: %w", path, err)
+	} else if err != nil {
 		if err := setAside(path, now.UTC().Format("20060102T150405")); err != nil {
 			return err
 		}
@@ -470,6 +472,9 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		return fmt.Errorf("restoring %s: the record is of service %s", service, from.Service)
 	}
 	if err := from.check(); err != nil {
+		return fmt.Errorf("restoring %s: %w", service, err)
+	}
+	if err := readRecord(d.serviceFile(service, "service.json"), &record{}); errors.Is(err, errNewer) {
 		return fmt.Errorf("restoring %s: %w", service, err)
 	}
 	ev := d.gather(service, running)

@@ -524,3 +524,53 @@ func TestDataDirectoryIsRefusedWithWhatToDo(t *testing.T) {
 		t.Errorf("a torn id: %v", err)
 	}
 }
+
+// lose removes service.json and its predecessor.
+func (w *world) lose() {
+	for _, name := range []string{"service.json", "service.json.prev"} {
+		must(w.t, removeFile(w.data.serviceFile("hello", name)))
+	}
+	w.last = nil // the record's history begins anew
+}
+
+// restoreFrom is toad restore.
+func (w *world) restoreFrom(backup []byte) error {
+	d, err := lockData(w.dir, w.h.quadlets)
+	must(w.t, err)
+	defer d.close()
+	_, err = d.restoreBackup(bytes.NewReader(backup), w.runningNow, w.s.now())
+	return err
+}
+
+// What a newer binary wrote is never replaced by something older, asked for by name or not.
+func TestNewerRecordsAreNotReplaced(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		_, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+		must(t, err)
+		time.Sleep(time.Minute)
+		var b bytes.Buffer
+		must(t, w.data.backup(&b, noLock, time.Now()))
+		w.stop()
+		for _, f := range []string{"service.json", "tokens.json", "revisions/1.json"} {
+			path := w.data.serviceFile("hello", f)
+			text, err := os.ReadFile(path)
+			must(t, err)
+			must(t, os.WriteFile(path, bytes.Replace(text, []byte(`"version": 1`), []byte(`"version": 2`), 1), 0o600))
+		}
+		before := snapshot(t, w.data.serviceFile("hello"))
+		for _, f := range []string{"service.json", "tokens.json"} {
+			if _, err := w.data.restoreNamed("services/hello/"+f, w.runningNow, w.s.now()); !errors.Is(err, errNewer) && !errors.Is(err, errCorrupt) {
+				t.Errorf("%s: %v", f, err)
+			}
+		}
+		if err := w.restoreFrom(b.Bytes()); !errors.Is(err, errNewer) {
+			t.Errorf("a backup: %v", err)
+		}
+		if after := snapshot(t, w.data.serviceFile("hello")); after != before {
+			t.Errorf("before:\n%s\nafter:\n%s", before, after)
+		}
+		w.last = nil
+		w.start()
+	})
+}
