@@ -334,14 +334,16 @@ type evidence struct {
 	logged   []string          // operations that the event log says were promoted
 	head     eventHead         // the event log's end
 	logErr   error             // why the event log is not to be trusted
-	asked    map[string]event  // the last event of each kind of request: suspend, resume, reconcile, retire, deploy
+	asked    map[string]event  // the last event since the record of each kind: suspend, resume, retire, deploy, held
+	lifted   map[string]bool   // operations whose barrier was lifted
 }
 
 var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
 
-// gather reads everything of a service that can be read, a damaged service.json included.
-func (d *dataDir) gather(service string, running []container) evidence {
-	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}, ended: map[string]bool{}}
+// gather reads everything of a service that can be read, a damaged service.json included. What was asked for
+// before from was written is in from.
+func (d *dataDir) gather(service string, from *record, running []container) evidence {
+	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}, ended: map[string]bool{}, lifted: map[string]bool{}}
 	see := func(g int64) { ev.highest = max(ev.highest, g) }
 	dir := d.serviceFile(service)
 	for _, name := range []string{"service.json", "service.json.prev"} {
@@ -376,16 +378,26 @@ func (d *dataDir) gather(service string, running []container) evidence {
 	log := filepath.Join(dir, "events.jsonl")
 	ev.head, ev.logErr = verifyEvents(log)
 	b, _ := os.ReadFile(log)
+	// A log that lost its end, or was begun anew, does not have the line that from ends with: the time tells then.
+	end := from.eventEnd()
+	since := end == eventHead{}
 	for line := range strings.Lines(string(b)) {
 		var e event
 		if json.Unmarshal([]byte(line), &e) != nil {
 			continue
 		}
-		switch e.Type {
-		case "deploy", "suspend", "resume", "reconcile", "retire":
-			if ev.logErr == nil {
+		if ev.logErr == nil && (since || e.At.After(from.UpdatedAt)) {
+			switch e.Type {
+			case "deploy", "suspend", "resume", "retire", "held":
 				ev.asked[e.Type] = e
 			}
+		}
+		if ev.logErr == nil && e.Type == "reconcile" {
+			ev.lifted[e.Operation] = true
+		}
+		if e.Cursor == end.Cursor && e.Hash == end.Hash {
+			since = true
+			clear(ev.asked)
 		}
 		if !operationID.MatchString(e.Operation) {
 			continue
@@ -477,7 +489,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	if err := readRecord(d.serviceFile(service, "service.json"), &record{}); errors.Is(err, errNewer) {
 		return fmt.Errorf("restoring %s: %w", service, err)
 	}
-	ev := d.gather(service, running)
+	ev := d.gather(service, from, running)
 	var cur int64
 	curOp := ""
 	if from.Current != nil {
@@ -505,7 +517,10 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	r := from.clone()
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
-	r.Held, r.Installed = nil, false
+	r.Installed = false
+	if _, over := ev.asked["held"]; over { // the first that a record with a hold is followed by tells its end
+		r.Held = nil
+	}
 	// What was asked for since the record was written is in the log.
 	last := func(kind string) int64 { return ev.asked[kind].Cursor }
 	if e := ev.asked["suspend"]; e.Cursor > last("resume") && e.Cursor > last("retire") && r.Suspended == nil && r.Retired == nil && r.Current != nil {
@@ -519,15 +534,17 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
 		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
 	}
-	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+	if r.Barrier != nil && ev.lifted[r.Barrier.Operation] {
 		r.Barrier = nil
 	}
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	var untold []string // operations whose end no event tells
-	follows := func(op *operation, from state) {
-		if op.raisesBarrier(from) && ev.asked["reconcile"].Operation != op.ID {
-			r.Barrier = &barrier{op.ID, now}
+	bars := func(op *operation, from state) {
+		if op.raisesBarrier(from) && !ev.lifted[op.ID] {
+			r.Barrier = &barrier{op.ID, *op.FinishedAt}
 		}
+	}
+	tell := func(op *operation) {
 		if ev.logErr != nil || !ev.ended[op.ID] {
 			untold = append(untold, op.ID)
 		}
@@ -536,14 +553,30 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		from := op.State
 		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
 		op.Timeline = append(op.Timeline, transition{hasFailed, now})
-		follows(op, from)
+		bars(op, from)
+		tell(op)
 	}
 	var maybe *reference // a candidate that may run
-	if op := r.active(); op != nil {
-		if op.State != preparing {
-			maybe = &op.Candidate
+	// ended takes up an operation that ended since: by itself, or by a restore that was killed and came no further.
+	ended := func(op *operation) {
+		bars(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
+		if op.State == hasFailed && op.Failure != nil && *op.Failure == interrupted {
+			if op.Candidate.Generation > 0 {
+				maybe = &op.Candidate
+			}
+			tell(op)
 		}
-		end(op)
+	}
+	if op := r.active(); op != nil {
+		if archived, err := d.operation(service, op.ID); err == nil {
+			r.Operation = archived
+			ended(archived)
+		} else {
+			if op.State != preparing {
+				maybe = &op.Candidate
+			}
+			end(op)
+		}
 	}
 	for _, id := range slices.Sorted(func(yield func(string) bool) {
 		for id := range ev.accepted {
@@ -555,14 +588,9 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		if r.Operation != nil && id <= r.Operation.ID {
 			continue
 		}
+		r.Barrier, r.Held = nil, nil // it was accepted: neither was in its way
 		if op, err := d.operation(service, id); err == nil {
-			// It ended, or a restore that was killed ended it and came no further.
-			if op.State == hasFailed && op.Failure != nil && *op.Failure == interrupted {
-				if op.Candidate.Generation > 0 {
-					maybe = &op.Candidate
-				}
-				follows(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
-			}
+			ended(op)
 			continue
 		}
 		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -573,4 +574,153 @@ func TestNewerRecordsAreNotReplaced(t *testing.T) {
 		w.last = nil
 		w.start()
 	})
+}
+
+// cutAfter takes away every line of the event log behind the last of that type.
+func (w *world) cutAfter(typ string) {
+	log := w.data.serviceFile("hello", "events.jsonl")
+	b, err := os.ReadFile(log)
+	must(w.t, err)
+	i := bytes.LastIndex(b, []byte(`"type":"`+typ+`"`))
+	must(w.t, os.WriteFile(log, b[:i+bytes.IndexByte(b[i:], '\n')+1], 0o600))
+}
+
+// An event log that lost its end tells of requests that later ones undid. The record knows of both.
+func TestRestoreWithACutLog(t *testing.T) {
+	for name, tt := range map[string]struct {
+		before func(w *world)
+		cut    string
+		ok     func(r *record) bool
+	}{
+		"suspended again": {func(w *world) {
+			suspended(w)
+			w.asked(w.s.resume("local"))
+			time.Sleep(time.Minute)
+			w.asked(w.s.suspend("local"))
+		}, "resume", func(r *record) bool { return r.Suspended != nil }},
+		"deployed again after its end": {func(w *world) {
+			retired(w)
+			w.back()
+			w.promote("v3")
+		}, "retire", func(r *record) bool { return r.Retired == nil && r.Current != nil }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				tt.before(w)
+				time.Sleep(time.Minute)
+				must(t, w.s.tell("unit-lost", "something later"))
+				ran := w.h.running("hello")
+				w.stop()
+				w.cutAfter(tt.cut)
+				_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+				must(t, err)
+				w.last = nil
+				w.start()
+				time.Sleep(time.Minute)
+				if r := w.s.rec.Load(); !tt.ok(r) {
+					t.Errorf("suspended %+v, retired %+v, current %+v", r.Suspended, r.Retired, r.Current)
+				}
+				w.expectRuns(ran...)
+			})
+		})
+	}
+}
+
+// A service that is held is held after a restore: what is still there is stopped on, and the current revision
+// starts again if it was the one being stopped.
+func TestRestoreKeepsTheHold(t *testing.T) {
+	for _, damaged := range []string{"service.json", "events.jsonl"} {
+		for _, candidate := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, candidate %v", damaged, candidate), func(t *testing.T) {
+				inWorld(t, func(t *testing.T, w *world) {
+					var image string
+					if candidate {
+						w.promote("v1")
+						image = w.push("stuck", app{readyAfter: -1, unkillable: true})
+						w.expect(w.await(w.submit(image).ID), hasFailed, "rollback_failed")
+					} else {
+						image = w.push("stuck", app{readyAfter: time.Second, unkillable: true})
+						w.expect(w.await(w.submit(image).ID), promoted, "")
+						w.until("installed", func(r *record) bool { return r.Installed })
+						w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
+					}
+					w.until("held", func(r *record) bool { return r.Held != nil })
+					must(t, w.s.commit(func(*record) error { return nil })) // the predecessor knows of it, too
+					w.stop()
+					must(t, os.WriteFile(w.data.serviceFile("hello", damaged), []byte("garbage\n"), 0o600))
+					_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+					must(t, err)
+					w.last = nil
+					w.start()
+					time.Sleep(time.Minute)
+					if r := w.s.rec.Load(); r.Held == nil || r.Held.Candidate != candidate {
+						t.Errorf("held: %+v", r.Held)
+					}
+					w.set(func() { w.h.apps[digestOf(image)].unkillable = false })
+					w.h.reap("hello.service")
+					w.until("the hold is over", func(r *record) bool { return r.Held == nil })
+					time.Sleep(time.Minute)
+					if candidate {
+						w.expectRuns()
+					} else {
+						w.expectRuns(image)
+					}
+				})
+			})
+		}
+	}
+}
+
+// An operation that was under way when the backup was made, and ended since: it has one end.
+func TestRestoreOfAnOperationThatEndedSince(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		op := w.submit(w.push("v3", app{readyAfter: -1}))
+		w.awaitState(op.ID, inProbation)
+		var b bytes.Buffer
+		must(t, w.data.backup(&b, noLock, time.Now()))
+		w.expect(w.await(op.ID), rolledBack, "startup_deadline")
+		time.Sleep(time.Minute)
+		w.stop()
+		w.lose()
+		must(t, w.restoreFrom(b.Bytes()))
+		w.start()
+		time.Sleep(time.Minute)
+		if got := w.s.op(); got.ID != op.ID || got.State != rolledBack || w.s.rec.Load().Held != nil {
+			t.Errorf("the operation is %+v, held %+v", got, w.s.rec.Load().Held)
+		}
+	})
+}
+
+// The barrier that an operation raised after the backup was made is there after its restore, unless it was
+// lifted.
+func TestRestoreRaisesTheBarrierOfSince(t *testing.T) {
+	for _, lifted := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.set(func() { w.en.Barrier = true })
+			settled(t, w)
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			var op *operation
+			for range 2 { // the second is accepted once the first is acknowledged
+				if op != nil {
+					w.asked(w.s.reconcile(op.ID, "local"))
+				}
+				op = w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID)
+				w.expect(op, rolledBack, "restart_budget")
+				time.Sleep(time.Minute)
+			}
+			if lifted {
+				w.asked(w.s.reconcile(op.ID, "local"))
+			}
+			w.stop()
+			w.lose()
+			must(t, w.restoreFrom(b.Bytes()))
+			w.start()
+			time.Sleep(time.Minute)
+			if b := w.s.rec.Load().Barrier; lifted != (b == nil) || b != nil && b.Operation != op.ID {
+				t.Errorf("lifted %v: the barrier is %+v", lifted, b)
+			}
+		})
+	}
 }
