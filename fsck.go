@@ -627,6 +627,9 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		if err := setAside(log, stamp); err != nil {
 			return err
 		}
+		if err := removeFile(log); err != nil {
+			return err
+		}
 		ev.head = eventHead{}
 	}
 	e := event{At: now, Type: "restore", Service: service, Operation: curOp, Actor: "local", Detail: fmt.Sprintf("put back with current generation %d as generation %d", cur, r.Generation)}
@@ -664,12 +667,13 @@ func (d *dataDir) generationOf(service, id string) int64 {
 	return 0
 }
 
-// setAside keeps a damaged file beside its successor, for a person.
+// setAside keeps a damaged file beside its successor, for a person. It stays in its place until that replaces
+// it: whoever is killed in between has lost nothing.
 func setAside(path, stamp string) error {
 	if err := boundary("set-aside", path); err != nil {
 		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
 	}
-	if err := os.Rename(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Link(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("setting %s aside: %w: %w", path, errStorage, err)
 	}
 	return syncDir(filepath.Dir(path))

@@ -724,3 +724,57 @@ func TestRestoreRaisesTheBarrierOfSince(t *testing.T) {
 		})
 	}
 }
+
+// The event log is damaged and the record, which is whole, is that of a promotion: a restore that is killed
+// and made again never falls back to the record before.
+func TestRestoreKilledLosesNoPromotion(t *testing.T) {
+	for at := 0; ; at++ {
+		steps := 0
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(t)
+			defer func() { w.stop() }()
+			w.promote("v1")
+			w.set(func() {
+				w.spoil = func(step, path string) error {
+					w.mu.Lock()
+					defer w.mu.Unlock()
+					if w.last.Generation == 2 && step == "append" {
+						return w.kill()
+					}
+					return nil
+				}
+			})
+			w.submit(w.push("v2", app{}))
+			<-w.died
+			w.stop()
+			must(t, os.WriteFile(w.data.serviceFile("hello", "events.jsonl"), []byte("garbage\n"), 0o600))
+			testingOnlyBoundary = func(step, path string) error {
+				if steps++; steps > at {
+					return errors.New("killed")
+				}
+				return nil
+			}
+			_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+			testingOnlyBoundary = nil
+			if (err != nil) != (steps > at) {
+				t.Fatalf("killed at %d of %d: %v", at, steps, err)
+			}
+			if err != nil {
+				if _, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now().Add(time.Second)); err != nil {
+					t.Logf("killed at %d: %v", at, err) // it had come to its end
+				}
+			}
+			r, err := w.data.load("hello")
+			must(t, err)
+			if r.Current.Generation != 2 {
+				t.Errorf("killed at %d: the current generation is %d", at, r.Current.Generation)
+			}
+			w.last = nil
+			w.set(func() { w.spoil = nil })
+			w.start()
+		})
+		if steps <= at {
+			return
+		}
+	}
+}
