@@ -447,10 +447,20 @@ func (d *dataDir) toldTokens(service string) map[string]string {
 }
 
 // restoreTokens writes tokens.json from one of before, or from itself. Of it only those tokens stay valid
-// that the event log knows as issued and not as revoked; none if the log does not verify.
+// that the event log knows as issued and not as revoked; none if the log does not verify, or has not the end
+// that service.json names.
 func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
 	told := d.toldTokens(from.Service)
-	if _, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl")); err != nil {
+	_, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl"))
+	if r := (&record{}); err == nil && readRecord(d.serviceFile(from.Service, "service.json"), r) == nil {
+		_, err = d.openEventsCheck(r)
+		for _, e := range r.Events { // not in the log yet, perhaps
+			if strings.HasPrefix(e.Type, "token-") {
+				told[e.Detail] = e.Type
+			}
+		}
+	}
+	if err != nil {
 		told = nil
 	}
 	f := *from

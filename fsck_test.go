@@ -778,3 +778,34 @@ func TestRestoreKilledLosesNoPromotion(t *testing.T) {
 		}
 	}
 }
+
+// A token that was revoked after the backup stays revoked when tokens.json is put back, though the log lost the
+// line that says so, or did not get it yet.
+func TestCutLogVouchesForNoToken(t *testing.T) {
+	for _, later := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.promote("v1")
+			rec, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+			must(t, err)
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			must(t, w.s.revokeAll("local"))
+			if later {
+				must(t, w.s.tell("unit-lost", "something later"))
+			}
+			w.stop()
+			w.cutAfter("token-issued")
+			for _, name := range []string{"tokens.json", "tokens.json.prev"} {
+				must(t, os.Remove(w.data.serviceFile("hello", name)))
+			}
+			must(t, w.restoreFrom(b.Bytes()))
+			f, err := w.data.tokens("hello", "tokens.json")
+			must(t, err)
+			if len(f.Tokens) != 1 || f.Tokens[0].ID != rec.ID || f.Tokens[0].RevokedAt == nil {
+				t.Errorf("tokens: %+v", f.Tokens)
+			}
+			w.last = nil
+			w.start()
+		})
+	}
+}
