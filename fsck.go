@@ -839,6 +839,16 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 		if err := decodeRecord(main, r); err != nil {
 			return fmt.Errorf("backing up %s: %w", name, err)
 		}
+		unlock = lock(name)
+		after := &record{}
+		err = readRecord(d.serviceFile(name, "service.json"), after)
+		unlock()
+		if err != nil {
+			return fmt.Errorf("backing up %s: %w", name, err)
+		}
+		if after.Current != nil && (r.Current == nil || r.Current.Generation != after.Current.Generation) {
+			return fmt.Errorf("backing up %s: it was promoted meanwhile, and its operation may be in the backup; begin again", name)
+		}
 		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
 			if p == nil || r.Retired != nil {
 				continue

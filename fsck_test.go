@@ -360,7 +360,27 @@ func TestBackupDuringAPromotion(t *testing.T) {
 		settled(t, w)
 		retained := strings.TrimPrefix(w.s.rec.Load().Rollback.digest(), "sha256:")
 		err := w.data.backup(io.Discard, func(string) func() {
-			return func() { must(t, os.Remove(filepath.Join(w.s.images(), "blobs", "sha256", retained))) }
+			return func() { must(t, os.RemoveAll(filepath.Join(w.s.images(), "blobs", "sha256", retained))) }
+		}, time.Now())
+		if err == nil || !strings.Contains(err.Error(), "begin again") {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// A backup during which the service was promoted holds the promoted operation beside a record of before, and no
+// restore would take it: it is none, also if no retained bytes went.
+func TestBackupOverAPromotion(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		time.Sleep(time.Minute)
+		err := w.data.backup(io.Discard, func(string) func() {
+			return func() {
+				if w.s.rec.Load().Generation == 1 {
+					w.promote("v2")
+					time.Sleep(time.Minute)
+				}
+			}
 		}, time.Now())
 		if err == nil || !strings.Contains(err.Error(), "begin again") {
 			t.Errorf("%v", err)
