@@ -708,3 +708,26 @@ func TestSlowRegistry(t *testing.T) {
 		})
 	}
 }
+
+// The host is booted during a rollback, the target comes up with it, and Podman does not answer at first: who
+// cannot be asked yet is not stopped for it.
+func TestTargetIsLeftAloneWhilePodmanIsSilent(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyAfter = 20 * time.Second })
+		op := w.submit(w.push("v2", app{exitAfter: time.Second}))
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepVerify })
+		w.stop()
+		w.h.reboot()
+		time.Sleep(time.Second)
+		w.set(func() { w.h.podmanHangs, w.h.mutations = true, nil })
+		w.start()
+		time.Sleep(15 * time.Second)
+		w.set(func() { w.h.podmanHangs = false })
+		w.expect(w.await(op.ID), rolledBack, "restart_budget")
+		if slices.Contains(w.h.mutations, "stop hello.service") {
+			t.Errorf("the target was stopped: %v", w.h.mutations)
+		}
+		w.expectRuns(first.Candidate.Image)
+	})
+}

@@ -589,14 +589,20 @@ func (s *service) startedSince(ctx context.Context, rev *revision, before string
 }
 
 // runs tells that what the unit runs, or is about to, is this revision: by its file, the loaded digest,
-// and the labels of the container if there is one already.
-func (s *service) runs(ctx context.Context, rev *revision, ref reference) bool {
+// and the labels of the container if there is one already. An error is no answer of the host's.
+func (s *service) runs(ctx context.Context, rev *revision, ref reference) (bool, error) {
 	b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit))
 	if err != nil || string(b) != string(rev.unit) {
-		return false
+		return false, nil
 	}
 	_, st, err := identify(ctx, s.host.units, s.host.containers, rev, ref)
-	return (err == nil || st.ActiveState == "activating") && s.misread(st, rev) == ""
+	switch {
+	case err == nil, errors.As(err, new(notReady)) && st.ActiveState == "activating":
+		return s.misread(st, rev) == "", nil
+	case errors.As(err, new(notReady)):
+		return false, nil
+	}
+	return false, err
 }
 
 // removeUnit takes the service's unit file away and proves that the unit is gone. Whoever else's file

@@ -1035,13 +1035,25 @@ func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 		}); err != nil {
 			return broken(err, "the host does not answer")
 		}
-		if boot != op.Boot {
-			started = s.runs(ctx, rev, t) // booted with [Install]: it is there, or may be started again
+		started = boot == op.Boot // else it is there, booted with [Install], or may be started again
+	}
+	there := false
+	if !started {
+		// Whoever runs is not stopped because nobody answers for a moment.
+		silence := s.after(time.Duration(cand.Enrollment.StopDeadline))
+		err := s.insist(ctx, silence, func() (err error) {
+			there, err = s.runs(ctx, rev, t)
+			return err
+		})
+		if s.undecided(ctx, err) {
+			return nil, err
+		} else if err != nil {
+			s.log.Warn("looking whether the target runs", "err", err)
 		}
 	}
 	switch {
 	case started:
-	case s.runs(ctx, rev, t):
+	case there:
 		s.say("already_there", t.Generation)
 		if err := s.verifying(ctx, rev); err != nil {
 			return broken(err, "the host does not answer")
