@@ -731,3 +731,31 @@ func TestTargetIsLeftAloneWhilePodmanIsSilent(t *testing.T) {
 		w.expectRuns(first.Candidate.Image)
 	})
 }
+
+// The archived operation of the current revision is damaged, and a later one ended badly: that is fsck's to
+// report, and closes nothing.
+func TestDamagedArchiveClosesNothing(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		time.Sleep(time.Minute)
+		w.set(func() {
+			w.h.apps[first.Candidate.digest()].readyAfter = -1
+			w.spoil = func(step, path string) error { // what is between rollouts cannot be finished yet
+				if r := w.s.rec.Load(); r != nil && r.active() == nil && strings.HasPrefix(path, w.h.quadlets) && step != "syncdir" {
+					return errors.New("read-only file system")
+				}
+				return nil
+			}
+		})
+		w.expect(w.await(w.submit(w.push("v2", app{exitAfter: time.Second})).ID), hasFailed, "rollback_failed")
+		must(t, os.WriteFile(w.data.serviceFile("hello", "operations", first.ID+".json"), []byte("garbage"), 0o600))
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(w.submit(w.push("v3", app{})).ID), hasFailed, "fetch_failed")
+		w.set(func() { w.spoil, w.h.registryDown = nil, false })
+		w.until("installed", func(r *record) bool { return r.Installed })
+		if err := w.s.usable(); err != nil {
+			t.Errorf("closed: %v", errors.Unwrap(err))
+		}
+		w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
+	})
+}

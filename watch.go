@@ -216,7 +216,10 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 	tried := false
 	if id := s.currentOperation(); op == nil || op.ID != id {
 		tried = op != nil && op.reached(rollingBack)
-		if op, err = s.data.operation(s.name, id); err != nil && !errors.Is(err, errNotFound) {
+		if op, err = s.data.operation(s.name, id); errors.Is(err, errCorrupt) {
+			s.log.Warn("reading the operation of the current revision", "err", err) // as if it were not there: fsck says it
+			op = nil
+		} else if err != nil && !errors.Is(err, errNotFound) {
 			return err
 		}
 	}
