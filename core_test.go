@@ -759,3 +759,17 @@ func TestDamagedArchiveClosesNothing(t *testing.T) {
 		w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
 	})
 }
+
+// A hold that ends without a revision to go back to installs nothing.
+func TestNothingIsInstalledWithoutARevision(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		image := w.push("stuck", app{readyAfter: -1, unkillable: true})
+		w.expect(w.await(w.submit(image).ID), hasFailed, "termination_unconfirmed")
+		w.set(func() { w.h.apps[digestOf(image)].unkillable = false })
+		w.h.reap("hello.service")
+		w.until("not held", func(r *record) bool { return r.Held == nil })
+		if v := w.s.view(true); v.Installed || v.Current != nil {
+			t.Errorf("installed %v, current %+v", v.Installed, v.Current)
+		}
+	})
+}

@@ -522,7 +522,7 @@ func (s *service) afterHold(ctx context.Context, h *held) error {
 	lift := func(detail string) error {
 		return s.commit(func(r *record) error {
 			r.Held = nil
-			r.Installed = !r.down()
+			r.Installed = r.Current != nil && !r.down()
 			return nil
 		}, event{Type: "held", Operation: h.Operation, Detail: "released: " + detail})
 	}
