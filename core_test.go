@@ -644,6 +644,34 @@ func TestUnitVanishesAtItsWrite(t *testing.T) {
 			w.expectRuns(first.Candidate.Image)
 		})
 	})
+	t.Run("the one before cannot be put back", func(t *testing.T) {
+		inWorld(t, func(t *testing.T, w *world) {
+			first := w.promote("v1")
+			image := w.push("v2", app{})
+			closed := false
+			w.onMutation(func(name string) (bool, error) {
+				if name == "reload" && lineOf(w.unitFile(), "Image=") == image {
+					w.set(func() {
+						w.h.generator = func(_ string, text []byte) bool { return !strings.Contains(string(text), image) }
+						w.spoil = func(step, path string) error {
+							closed = closed || w.s.rec.Load().Operation.State == rollingBack
+							if !closed && strings.HasPrefix(path, w.h.quadlets) {
+								return errors.New("read-only file system")
+							}
+							return nil
+						}
+					})
+				}
+				return true, nil
+			})
+			op := w.await(w.submit(image).ID)
+			w.expect(op, rolledBack, "interrupted")
+			if slices.Contains(w.logCodes(op.ID), "resumed") {
+				t.Error("the records were taken to be unknown")
+			}
+			w.expectRuns(first.Candidate.Image)
+		})
+	})
 	t.Run("promoted", func(t *testing.T) {
 		inWorld(t, func(t *testing.T, w *world) {
 			image := w.push("v1", app{})

@@ -515,7 +515,7 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 			// What was there before can be loaded: better that than no unit at all.
 			s.log.Error("the written unit is not loaded; the file before it is put back", "unit", rev.Enrollment.Unit)
 			if err := replaceUnit(path, old); err != nil {
-				return err
+				return notWritten(err)
 			}
 			if err := s.host.units.Reload(ctx); err != nil {
 				s.log.Warn("reloading", "err", err)
