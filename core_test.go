@@ -801,3 +801,39 @@ func TestNothingIsInstalledWithoutARevision(t *testing.T) {
 		}
 	})
 }
+
+// During a rollout health is what was last seen: not that of the instance that was stopped.
+func TestHealthDuringARollout(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.health("running")
+		op := w.submit(w.push("v2", app{readyAfter: 20 * time.Second, readyFor: 15 * time.Second}))
+		at := func(d time.Duration) wireHealth {
+			time.Sleep(d)
+			h := w.s.view(true).Health
+			if h.ObservedAt == nil || time.Since(time.Time(*h.ObservedAt)) > 5*time.Second {
+				t.Errorf("observed at %v", h.ObservedAt)
+			}
+			return h
+		}
+		w.awaitState(op.ID, inProbation)
+		if h := at(10 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent || h.Digest != "" {
+			t.Errorf("not ready: %+v", h)
+		}
+		if h := at(15 * time.Second); h.State != "running" || !h.Ready || h.MatchesCurrent || h.Digest != op.Candidate.digest() {
+			t.Errorf("ready: %+v", h)
+		}
+		if h := at(15 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent {
+			t.Errorf("not ready any more: %+v", h)
+		}
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyAfter = 10 * time.Second })
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepVerify })
+		if h := at(5 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent {
+			t.Errorf("rolling back: %+v", h)
+		}
+		w.expect(w.await(op.ID), rolledBack, "rollout_deadline")
+		if h := at(0); !h.Ready || !h.MatchesCurrent || h.Digest != first.Candidate.digest() {
+			t.Errorf("rolled back: %+v", h)
+		}
+	})
+}

@@ -500,6 +500,7 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	if err := s.stopAndConfirm(ctx, rev, s.op().StopDeadline); err != nil {
 		return err
 	}
+	s.setHealth(health{state: "stopped", observedAt: s.now()})
 	s.say("terminated")
 	if err := s.ended(rev, ""); err != nil {
 		return err
@@ -637,6 +638,7 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 			said, saidAt = lost, time.Now()
 		}
 		s.setReadyFor(w.readyFor())
+		s.setHealth(s.healthOf(o, s.op().Candidate))
 		switch {
 		case !o.ready():
 			unready(o.reason)
@@ -1119,6 +1121,7 @@ func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
 	if err != nil {
 		return err
 	}
+	s.setHealth(health{state: "stopped", observedAt: s.now()})
 	s.say("terminated")
 	return nil
 }
@@ -1173,12 +1176,15 @@ func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (st
 		octx, cancel := context.WithTimeout(ctx, left)
 		o, err := observe(octx, s.host.units, s.host.containers, s.host.probe, rev, t)
 		cancel()
+		if err != nil {
+			o = observation{reason: "the host does not answer"}
+		}
+		s.setHealth(s.healthOf(o, t))
 		switch {
 		case ctx.Err() != nil:
 			return "", ctx.Err()
 		case err != nil:
 			s.log.Warn("observing the target", "err", err)
-			last = "the host does not answer"
 		case o.ready():
 			return "", s.commit(func(r *record) error {
 				r.addContainer(o.container)

@@ -162,6 +162,26 @@ func (s *service) setHealth(h health) {
 	s.live.Unlock()
 }
 
+// healthOf is what one observation of a rollout says of an instance that is to run as ref. What runs is named
+// only when it is ready, and so was identified.
+func (s *service) healthOf(o observation, ref reference) health {
+	h := health{state: "unknown", observedAt: s.now()}
+	switch st := o.status; {
+	case o.ready():
+		cur := s.rec.Load().Current
+		h.state, h.ready, h.digest, h.current = "running", true, ref.digest(), cur != nil && cur.Generation == ref.Generation
+	case st.ActiveState == "active":
+		h.state = "running"
+	case st.ActiveState == "failed" && st.stopped():
+		h.state = "failed"
+	case st.ActiveState != "" && st.stopped():
+		h.state = "stopped"
+	case st.ActiveState != "":
+		h.state = "starting"
+	}
+	return h
+}
+
 // settle writes what follows from the last commit: the archive and key of an ended operation, and the
 // layout without what is no longer kept. All of it can be done again.
 func (s *service) settle() error {
