@@ -837,3 +837,22 @@ func TestHealthDuringARollout(t *testing.T) {
 		}
 	})
 }
+
+// A service was told to be unhealthy, and an operation that never touched it came in between: that it is healthy
+// again is told all the same.
+func TestHealthyIsToldAfterAFailedOperation(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		time.Sleep(time.Minute)
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyFor = time.Second })
+		time.Sleep(2 * time.Minute)
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "fetch_failed")
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyFor = 0 })
+		time.Sleep(5 * time.Minute)
+		want := []string{"deploy", "activate", "promote", "unhealthy", "deploy", "failed", "healthy"}
+		if got := w.eventTypes(); !slices.Equal(got, want) {
+			t.Errorf("events %v, want %v", got, want)
+		}
+	})
+}

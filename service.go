@@ -79,6 +79,8 @@ type service struct {
 	held    string // the unit that signals are of
 	release func()
 	beside  sync.WaitGroup // what run leaves to be done beside it
+	// unhealthy is the generation that was told to be unhealthy, and not to be healthy since.
+	unhealthy int64
 	// restartTold is when a restart after promotion was last told.
 	restartTold time.Time
 

@@ -28,7 +28,7 @@ func (s *service) watch(ctx context.Context) error {
 	}
 	var nextInstall, nextRetention, unreadySince time.Time
 	var known identity // whose address is asked without asking Podman again
-	alerted, lost := false, false
+	lost := false
 	for {
 		if err := s.stale(); err != nil {
 			return err
@@ -67,6 +67,7 @@ func (s *service) watch(ctx context.Context) error {
 			continue // a submission ends it
 		}
 
+		alerted := s.unhealthy == cur.Generation
 		st, lookErr := s.watchUnit(ctx, rev)
 		if errors.Is(lookErr, errStorage) || ctx.Err() != nil {
 			return lookErr
@@ -88,7 +89,7 @@ func (s *service) watch(ctx context.Context) error {
 		s.setHealth(h)
 		switch {
 		case h.ready && alerted:
-			alerted = false
+			s.unhealthy = 0
 			if err := s.tell("healthy", "ready again"); err != nil {
 				return err
 			}
@@ -98,7 +99,7 @@ func (s *service) watch(ctx context.Context) error {
 		case unreadySince.IsZero():
 			unreadySince = time.Now()
 		case !alerted && (time.Since(unreadySince) >= unhealthyAfter || h.state == "failed"):
-			alerted = true
+			s.unhealthy = cur.Generation
 			s.alert("unhealthy", "state", h.state, "why", why)
 			if err := s.tell("unhealthy", h.state+": "+why); err != nil {
 				return err
