@@ -856,3 +856,64 @@ func TestHealthyIsToldAfterAFailedOperation(t *testing.T) {
 		}
 	})
 }
+
+// Podman does not answer: what was missing is not there again for that, and what was never asked is not ready.
+func TestSilentPodmanRestoresNothing(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.promote("v1")
+			w.promote("v2")
+			time.Sleep(time.Minute)
+			w.set(func() { w.h.networks["systemd-apps"] = false })
+			time.Sleep(2 * retentionInterval)
+			w.set(func() { w.h.podmanHangs = true })
+			if restarted {
+				w.restart()
+			}
+			time.Sleep(2 * retentionInterval)
+			if v := w.s.view(true); v.Rollback.Ready {
+				t.Errorf("restarted %v: ready", restarted)
+			}
+			w.set(func() { w.h.podmanHangs, w.h.networks["systemd-apps"] = false, true })
+			got := w.eventTypes()
+			if slices.Contains(got, "retention-restored") || !slices.Contains(got, "retention-lost") {
+				t.Errorf("restarted %v: events %v", restarted, got)
+			}
+			time.Sleep(2 * retentionInterval)
+			if v := w.s.view(true); !v.Rollback.Ready {
+				t.Errorf("restarted %v: not ready", restarted)
+			}
+		})
+	}
+}
+
+// Right after a promotion nobody has looked yet whether the revision that is retained now could be restored.
+func TestReadinessIsOfTheRetainedRevision(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		w.promote("v2")
+		time.Sleep(10 * time.Minute)
+		if v := w.s.view(true); !v.Rollback.Ready {
+			t.Error("the first is not ready")
+		}
+		op := w.submit(w.push("v3", app{readyAfter: time.Second}))
+		w.awaitState(op.ID, inProbation)
+		must(t, os.Remove(filepath.Join(w.s.images(), "blobs", "sha256", strings.TrimPrefix(w.s.rec.Load().Current.ConfigID, "sha256:"))))
+		looked := false
+		w.onMutation(func(name string) (bool, error) {
+			if w.s.op().State == promoted && name == "reload" {
+				looked = true
+				if v := w.s.view(true); v.Rollback.Generation != 2 || v.Rollback.Ready {
+					t.Errorf("ready: %+v", v.Rollback)
+				}
+			}
+			return true, nil
+		})
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(op.ID), promoted, "")
+		time.Sleep(time.Minute)
+		if v := w.s.view(true); !looked || v.Rollback.Ready || len(v.Rollback.Problems) != 1 {
+			t.Errorf("looked %v: %+v", looked, v.Rollback)
+		}
+	})
+}

@@ -104,6 +104,7 @@ type live struct {
 	problems    []wireProblem   // of the retained rollback
 	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
 	checked     bool            // both were looked at
+	checkedOf   [2]int64        // the generations that were current and retained then
 	log         *operationLog   // of the operation under way or last ended
 	claimed     claim           // what the revision of the generation claimedBy runs as
 	recent      []pastOperation // the operations before it, newest first

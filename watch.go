@@ -399,9 +399,14 @@ func (s *service) restoreImage(ctx context.Context, ref reference) error {
 func (s *service) retention(ctx context.Context) error {
 	r := s.rec.Load()
 	var ofCurrent []wireProblem
+	s.live.Lock()
+	old, oldCurrent, checked := s.live.problems, s.live.ofCurrent, s.live.checked
+	_, _, looked := s.live.restorable(r)
+	s.live.Unlock()
+	asked := true // everything could be asked
 	if r.Current != nil {
 		var err error
-		if ofCurrent, err = s.problemsOf(ctx, r.Current); err != nil {
+		if ofCurrent, err = s.problemsOf(ctx, r.Current, oldCurrent, &asked); err != nil {
 			return err
 		}
 		if !r.down() { // else it is loaded when it is started
@@ -413,7 +418,7 @@ func (s *service) retention(ctx context.Context) error {
 	var problems []wireProblem
 	if r.Rollback != nil {
 		var err error
-		if problems, err = s.problemsOf(ctx, r.Rollback); err != nil {
+		if problems, err = s.problemsOf(ctx, r.Rollback, old, &asked); err != nil {
 			return err
 		}
 	}
@@ -421,8 +426,8 @@ func (s *service) retention(ctx context.Context) error {
 		return nil // what could not be asked or fetched is no problem yet
 	}
 	s.live.Lock()
-	old, checked := s.live.problems, s.live.checked
-	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, true
+	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, looked || asked
+	s.live.checkedOf = retainedBy(r)
 	s.live.Unlock()
 	switch {
 	case checked && slices.Equal(old, problems), len(problems) == 0 && len(old) == 0:
@@ -435,8 +440,28 @@ func (s *service) retention(ctx context.Context) error {
 	return nil
 }
 
-// problemsOf lists what a revision would miss if it had to be started now.
-func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wireProblem, error) {
+// retainedBy is which revisions a record names as current and retained.
+func retainedBy(r *record) (generations [2]int64) {
+	for i, p := range []*promotedRevision{r.Current, r.Rollback} {
+		if p != nil {
+			generations[i] = p.Generation
+		}
+	}
+	return generations
+}
+
+// restorable is what was last seen of the retained and the current revision of r; looked tells whether they were
+// looked at. The caller holds the lock.
+func (l *live) restorable(r *record) (problems, ofCurrent []wireProblem, looked bool) {
+	if r == nil || !l.checked || l.checkedOf != retainedBy(r) {
+		return nil, nil, false
+	}
+	return l.problems, l.ofCurrent, true
+}
+
+// problemsOf lists what a revision would miss if it had to be started now. What Podman does not say is as
+// it was before, and asked tells that there was such a thing.
+func (s *service) problemsOf(ctx context.Context, p *promotedRevision, before []wireProblem, asked *bool) ([]wireProblem, error) {
 	var problems []wireProblem
 	bad := func(code, format string, a ...any) {
 		problems = append(problems, wireProblem{Code: code, Summary: fmt.Sprintf(format, a...)})
@@ -466,8 +491,14 @@ func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wirePr
 		names      []string
 	}{{"network", "network_missing", networks}, {"secret", "secret_missing", secrets}, {"volume", "volume_missing", volumes}} {
 		for _, name := range k.names {
-			if ok, err := s.host.containers.Exists(ctx, k.kind, name); err == nil && !ok {
-				bad(k.code, "the %s %s that generation %d uses is missing", k.kind, name, p.Generation)
+			missing := wireProblem{k.code, fmt.Sprintf("the %s %s that generation %d uses is missing", k.kind, name, p.Generation)}
+			ok, err := s.host.containers.Exists(ctx, k.kind, name)
+			if err != nil {
+				*asked = false
+				ok = !slices.Contains(before, missing)
+			}
+			if !ok {
+				problems = append(problems, missing)
 			}
 		}
 	}
