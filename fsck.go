@@ -255,8 +255,9 @@ func (d *dataDir) fsckService(service string) []finding {
 }
 
 var (
-	revisionFile = regexp.MustCompile(`^[0-9]+\.json$`)
-	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
+	revisionFile  = regexp.MustCompile(`^[0-9]+\.json$`)
+	operationFile = regexp.MustCompile(`^[0-9a-z]{26}\.json$`)
+	keyFileName   = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
 )
 
 // brokenChain says which line of a log of events is not as it should be. Lines are counted from 1, as
@@ -865,8 +866,8 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 	return tw.Close()
 }
 
-// restoreBackup reads a backup and puts back what is missing or damaged. A service whose record is whole
-// is left alone. The caller holds both locks and no server runs.
+// restoreBackup reads a backup and puts back what is missing or damaged. Of a service whose record is whole
+// that is what is immutable, and its tokens. The caller holds both locks and no server runs.
 func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]container, error), now time.Time) (done []string, err error) {
 	tmp := filepath.Join(d.path, "restore")
 	if err := errors.Join(os.RemoveAll(tmp), makeDir(filepath.Join(tmp, "services"))); err != nil {
@@ -928,14 +929,26 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 	}
 	for _, name := range names {
 		cur := &record{}
-		if readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil {
+		whole := readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil
+		if !whole {
+			cur = nil
+		}
+		mended, err := d.mendFrom(b, name, cur, now)
+		for _, file := range mended {
+			done = append(done, name+": "+file+" was put back")
+		}
+		if err != nil {
+			return done, fmt.Errorf("restoring %s: %w", name, err)
+		}
+		if whole {
 			put, err := d.restoreTokensOf(b, name, now)
 			if err != nil {
 				return done, err
 			}
-			if put {
+			switch {
+			case put:
 				done = append(done, name+": its tokens were put back")
-			} else {
+			case len(mended) == 0:
 				done = append(done, name+": left alone, its record is whole")
 			}
 			continue
@@ -952,7 +965,7 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 			return done, err
 		}
 		// What is immutable is added where it is missing; a log that goes on is never cut.
-		err := filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
+		err = filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
 			if err != nil || e.IsDir() {
 				return err
 			}
@@ -982,6 +995,69 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 		done = append(done, name+": put back")
 	}
 	return done, nil
+}
+
+// mendFrom puts back out of a backup what never changes and is damaged, and of what is missing beside a whole
+// record r the keys and the revisions that it refers to: anything else may have been pruned. It returns what it
+// put back.
+func (d *dataDir) mendFrom(backup *dataDir, service string, r *record, now time.Time) (mended []string, err error) {
+	refers := func(g int64) bool {
+		op, kept := r.active(), retainedBy(r)
+		return slices.Contains(kept[:], g) || r.Held != nil && r.Held.Revision.Generation == g ||
+			op != nil && op.State != preparing && op.Candidate.Generation == g
+	}
+	read := func(d *dataDir, sub, name string) error {
+		switch {
+		case sub == "revisions":
+			g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".json"), 10, 64)
+			_, err := d.revision(service, g)
+			return err
+		case sub == "operations":
+			_, err := d.operation(service, strings.TrimSuffix(name, ".json"))
+			return err
+		}
+		return readRecord(d.serviceFile(service, sub, name), &keyFile{})
+	}
+	for sub, form := range map[string]*regexp.Regexp{"revisions": revisionFile, "operations": operationFile, "keys": keyFileName} {
+		entries, _ := os.ReadDir(backup.serviceFile(service, sub))
+		for _, e := range entries {
+			name := e.Name()
+			if !form.MatchString(name) {
+				continue
+			}
+			if err := read(d, sub, name); err == nil || errors.Is(err, errNewer) || read(backup, sub, name) != nil {
+				continue
+			}
+			files := []string{name}
+			if sub == "revisions" { // the record that vouches for the unit is the last, as when it was made
+				files = []string{strings.TrimSuffix(name, ".json") + ".container", name}
+			}
+			_, serr := os.Lstat(d.serviceFile(service, sub, name))
+			g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".json"), 10, 64)
+			if errors.Is(serr, fs.ErrNotExist) && (r == nil || sub == "operations" || sub == "revisions" && !refers(g)) {
+				continue
+			}
+			if err := makeDir(d.serviceFile(service, sub)); err != nil {
+				return mended, err
+			}
+			for _, file := range files {
+				b, err := os.ReadFile(backup.serviceFile(service, sub, file))
+				if err != nil {
+					return mended, err
+				}
+				to := d.serviceFile(service, sub, file)
+				if err := setAside(to, now.UTC().Format("20060102T150405")); err != nil {
+					return mended, err
+				}
+				if err := writeFile(to, b); err != nil {
+					return mended, err
+				}
+			}
+			mended = append(mended, filepath.Join(sub, name))
+		}
+	}
+	slices.Sort(mended)
+	return mended, nil
 }
 
 // restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.

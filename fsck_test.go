@@ -829,3 +829,50 @@ func TestCutLogVouchesForNoToken(t *testing.T) {
 		})
 	}
 }
+
+// What never changes comes back out of a backup also beside a whole service.json, which is what fsck --restore
+// says of it; what was pruned stays away.
+func TestDamagedRecordsComeBackFromTheBackup(t *testing.T) {
+	for _, whole := range []bool{true, false} {
+		inWorld(t, func(t *testing.T, w *world) {
+			settled(t, w)
+			failed := w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID)
+			time.Sleep(time.Minute)
+			current := w.s.rec.Load().Current
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			w.stop()
+			file := func(name string) string { return w.data.serviceFile("hello", name) }
+			for _, name := range []string{"revisions/2.json", "revisions/1.container", "operations/" + current.Operation + ".json"} {
+				must(t, os.WriteFile(file(name), []byte("garbage"), 0o600))
+			}
+			must(t, os.Remove(w.data.keyPath("hello", "key-1")))
+			if whole { // that one is as if it had been pruned
+				for _, name := range []string{"revisions/3.json", "revisions/3.container", "operations/" + failed.ID + ".json"} {
+					must(t, os.Remove(file(name)))
+				}
+			} else {
+				must(t, os.WriteFile(file("service.json"), []byte("garbage"), 0o600))
+			}
+			must(t, w.restoreFrom(b.Bytes()))
+			if _, err := os.Stat(file("revisions/3.json")); (err == nil) == whole {
+				t.Errorf("whole %v: the pruned revision: %v", whole, err)
+			}
+			if k, err := w.data.key("hello", "key-1"); err != nil || k.State != promoted {
+				t.Errorf("whole %v: the key is %+v, %v", whole, k, err)
+			}
+			w.last = nil
+			w.start()
+			time.Sleep(time.Minute)
+			if err := w.s.usable(); err != nil {
+				t.Errorf("whole %v: closed: %v", whole, errors.Unwrap(err))
+			}
+			w.expectRuns(current.Image)
+			if f := w.findings(); len(f) > 0 {
+				t.Errorf("whole %v: findings %+v", whole, f)
+			}
+			w.keys = 100
+			w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
+		})
+	}
+}
