@@ -769,7 +769,7 @@ func TestDamagedArchiveClosesNothing(t *testing.T) {
 		w.set(func() {
 			w.h.apps[first.Candidate.digest()].readyAfter = -1
 			w.spoil = func(step, path string) error { // what is between rollouts cannot be finished yet
-				if r := w.s.rec.Load(); r != nil && r.active() == nil && strings.HasPrefix(path, w.h.quadlets) && step != "syncdir" {
+				if r := w.s.rec.Load(); r != nil && r.active() == nil && strings.HasPrefix(path, w.h.quadlets) {
 					return errors.New("read-only file system")
 				}
 				return nil

@@ -865,7 +865,7 @@ func TestDamagedRecordsComeBackFromTheBackup(t *testing.T) {
 			w.start()
 			time.Sleep(time.Minute)
 			if err := w.s.usable(); err != nil {
-				t.Errorf("whole %v: closed: %v", whole, errors.Unwrap(err))
+				t.Fatalf("whole %v: closed: %v", whole, errors.Unwrap(err))
 			}
 			w.expectRuns(current.Image)
 			if f := w.findings(); len(f) > 0 {
