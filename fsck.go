@@ -568,6 +568,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		tell(op)
 	}
 	var maybe *reference // a candidate that may run
+	by := ""             // the operation that started it, if maybe does not say it
 	// ended takes up an operation that ended since: by itself, or by a restore that was killed and came no further.
 	ended := func(op *operation) {
 		bars(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
@@ -585,6 +586,9 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		} else {
 			if op.State != preparing {
 				maybe = &op.Candidate
+				if d.lacks(service, maybe.Generation) && r.Current != nil {
+					maybe, by = &r.Current.reference, op.ID // all of a service's revisions have one unit and one container name
+				}
 			}
 			end(op)
 		}
@@ -621,7 +625,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	}
 	if maybe != nil {
 		if _, err := d.revision(service, maybe.Generation); err == nil {
-			r.Held = &held{Operation: maybe.Operation, Since: now, Revision: *maybe, Remains: []string{"not looked at since the record was put back"}}
+			r.Held = &held{Operation: cmp.Or(by, maybe.Operation), Since: now, Revision: *maybe, Remains: []string{"not looked at since the record was put back"}}
 		}
 	}
 	stamp := now.UTC().Format("20060102T150405")
@@ -720,6 +724,10 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 	}
 	if r := (&record{}); readRecord(d.serviceFile(service, "service.json"), r) == nil && r.check() == nil {
 		if _, err := d.openEventsCheck(r); err == nil {
+			if op := r.active(); op != nil && op.State != preparing && d.lacks(service, op.Candidate.Generation) {
+				// Nothing can be done of the operation without it, and no backup has it.
+				return name + " kept, the operation that lost its revision ended", d.restoreService(service, r, list, now)
+			}
 			return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
 		}
 		// The record is whole and the event log is not: the record itself says what is current.
@@ -730,6 +738,12 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 		return "", fmt.Errorf("restoring %s: its predecessor: %w; put it back from a backup (toad restore)", name, err)
 	}
 	return name + " from service.json.prev", d.restoreService(service, from, list, now)
+}
+
+// lacks tells that a revision is missing or damaged.
+func (d *dataDir) lacks(service string, generation int64) bool {
+	_, err := d.revision(service, generation)
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt)
 }
 
 // openEventsCheck tells whether the log ends where the record says, without changing it.

@@ -876,3 +876,51 @@ func TestDamagedRecordsComeBackFromTheBackup(t *testing.T) {
 		})
 	}
 }
+
+// The candidate's own revision is damaged while its operation is under way: the service is closed, and a restore
+// of its record by name ends the operation and holds what may run until it is gone.
+func TestRestoreWithoutTheCandidatesRevision(t *testing.T) {
+	for name, tt := range map[string]struct {
+		first   bool   // there is no current revision
+		damaged string // beside the revision
+	}{"upgrade": {false, ""}, "first": {true, ""}, "and the record": {false, "service.json"}} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				var ran []string
+				if !tt.first {
+					ran = []string{w.promote("v1").Candidate.Image}
+				}
+				op := w.submit(w.push("v2", app{readyAfter: -1}))
+				w.awaitState(op.ID, inProbation)
+				time.Sleep(5 * time.Second)
+				w.stop()
+				must(t, os.WriteFile(w.data.serviceFile("hello", "revisions", fmt.Sprint(op.Candidate.Generation)+".json"), nil, 0o600))
+				if tt.damaged != "" {
+					must(t, os.WriteFile(w.data.serviceFile("hello", tt.damaged), nil, 0o600))
+				}
+				w.start()
+				time.Sleep(time.Minute)
+				if w.s.usable() == nil {
+					t.Error("the service is open")
+				}
+				w.stop()
+				_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+				must(t, err)
+				w.last = nil
+				w.start()
+				time.Sleep(time.Minute)
+				w.expect(w.s.op(), hasFailed, "interrupted")
+				if !tt.first {
+					w.expectRuns(ran...)
+				}
+				w.keys = 100
+				next := w.await(w.submit(w.push("v3", app{})).ID)
+				w.expect(next, promoted, "")
+				w.expectRuns(next.Candidate.Image)
+				if _, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now()); err == nil {
+					t.Error("a whole record was put back")
+				}
+			})
+		})
+	}
+}

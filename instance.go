@@ -61,13 +61,25 @@ func (s *service) ours(st unitStatus, unit string) bool {
 	return strings.HasSuffix(st.SourcePath, "/"+s.name+"/"+unit)
 }
 
-// wrote tells that a marker names a revision that this service's records know.
+// wrote tells that a marker names a revision that this service's records know, be its own damaged.
 func (s *service) wrote(m unitIdentity) bool {
 	if m.DataID != s.data.id || m.Service != s.name {
 		return false
 	}
-	rev, err := s.data.revision(s.name, m.Generation)
-	return err == nil && rev.Operation == m.Operation
+	if rev, err := s.data.revision(s.name, m.Generation); err == nil {
+		return rev.Operation == m.Operation
+	}
+	if !operationID.MatchString(m.Operation) {
+		return false
+	}
+	op := s.op()
+	if op == nil || op.ID != m.Operation {
+		var err error
+		if op, err = s.data.operation(s.name, m.Operation); err != nil {
+			return false
+		}
+	}
+	return op.Candidate.Generation == m.Generation
 }
 
 // foreign sees that no container has the service's name or labels but the one that its unit runs. The
