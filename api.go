@@ -1148,7 +1148,8 @@ func (d *daemon) getMetrics(w http.ResponseWriter, r *http.Request) error {
 	each("toad_service_rollback_ready", "gauge", "Whether a revision is retained and could be restored.", func(s *service, r *record) any {
 		s.live.Lock()
 		defer s.live.Unlock()
-		return truth(r.Rollback != nil && s.live.checked && len(s.live.problems) == 0)
+		problems, _, looked := s.live.restorable(r)
+		return truth(r.Rollback != nil && looked && len(problems) == 0)
 	})
 	each("toad_service_rolling_out", "gauge", "Whether an operation is under way.", func(_ *service, r *record) any { return truth(r.active() != nil) })
 	each("toad_service_suspended", "gauge", "Whether the service is suspended.", func(_ *service, r *record) any { return truth(r.Suspended != nil) })
@@ -1222,10 +1223,11 @@ func wireRevisionOf(p *promotedRevision) *wireRevision {
 func (s *service) view(local bool) wireService {
 	v := wireService{Service: s.name}
 	s.live.Lock()
-	unavailable, h, problems, checked, closing := s.live.unavailable, s.live.health, s.live.problems, s.live.checked, s.live.closing
+	r := s.rec.Load()
+	unavailable, h, closing := s.live.unavailable, s.live.health, s.live.closing
+	problems, _, checked := s.live.restorable(r)
 	en, enErr, compared := s.live.enrolled, s.live.enrollErr, s.live.compared
 	s.live.Unlock()
-	r := s.rec.Load()
 	v.Health = wireHealth{State: h.state, Ready: h.ready, Digest: h.digest, MatchesCurrent: h.current}
 	if !h.observedAt.IsZero() {
 		v.Health.ObservedAt = wireTimeOf(&h.observedAt)

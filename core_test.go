@@ -644,6 +644,34 @@ func TestUnitVanishesAtItsWrite(t *testing.T) {
 			w.expectRuns(first.Candidate.Image)
 		})
 	})
+	t.Run("the one before cannot be put back", func(t *testing.T) {
+		inWorld(t, func(t *testing.T, w *world) {
+			first := w.promote("v1")
+			image := w.push("v2", app{})
+			closed := false
+			w.onMutation(func(name string) (bool, error) {
+				if name == "reload" && lineOf(w.unitFile(), "Image=") == image {
+					w.set(func() {
+						w.h.generator = func(_ string, text []byte) bool { return !strings.Contains(string(text), image) }
+						w.spoil = func(step, path string) error {
+							closed = closed || w.s.rec.Load().Operation.State == rollingBack
+							if !closed && strings.HasPrefix(path, w.h.quadlets) {
+								return errors.New("read-only file system")
+							}
+							return nil
+						}
+					})
+				}
+				return true, nil
+			})
+			op := w.await(w.submit(image).ID)
+			w.expect(op, rolledBack, "interrupted")
+			if slices.Contains(w.logCodes(op.ID), "resumed") {
+				t.Error("the records were taken to be unknown")
+			}
+			w.expectRuns(first.Candidate.Image)
+		})
+	})
 	t.Run("promoted", func(t *testing.T) {
 		inWorld(t, func(t *testing.T, w *world) {
 			image := w.push("v1", app{})
@@ -707,4 +735,185 @@ func TestSlowRegistry(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The host is booted during a rollback, the target comes up with it, and Podman does not answer at first: who
+// cannot be asked yet is not stopped for it.
+func TestTargetIsLeftAloneWhilePodmanIsSilent(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyAfter = 20 * time.Second })
+		op := w.submit(w.push("v2", app{exitAfter: time.Second}))
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepVerify })
+		w.stop()
+		w.h.reboot()
+		time.Sleep(time.Second)
+		w.set(func() { w.h.podmanHangs, w.h.mutations = true, nil })
+		w.start()
+		time.Sleep(15 * time.Second)
+		w.set(func() { w.h.podmanHangs = false })
+		w.expect(w.await(op.ID), rolledBack, "restart_budget")
+		if slices.Contains(w.h.mutations, "stop hello.service") {
+			t.Errorf("the target was stopped: %v", w.h.mutations)
+		}
+		w.expectRuns(first.Candidate.Image)
+	})
+}
+
+// The archived operation of the current revision is damaged, and a later one ended badly: that is fsck's to
+// report, and closes nothing.
+func TestDamagedArchiveClosesNothing(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		time.Sleep(time.Minute)
+		w.set(func() {
+			w.h.apps[first.Candidate.digest()].readyAfter = -1
+			w.spoil = func(step, path string) error { // what is between rollouts cannot be finished yet
+				if r := w.s.rec.Load(); r != nil && r.active() == nil && strings.HasPrefix(path, w.h.quadlets) {
+					return errors.New("read-only file system")
+				}
+				return nil
+			}
+		})
+		w.expect(w.await(w.submit(w.push("v2", app{exitAfter: time.Second})).ID), hasFailed, "rollback_failed")
+		must(t, os.WriteFile(w.data.serviceFile("hello", "operations", first.ID+".json"), []byte("garbage"), 0o600))
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(w.submit(w.push("v3", app{})).ID), hasFailed, "fetch_failed")
+		w.set(func() { w.spoil, w.h.registryDown = nil, false })
+		w.until("installed", func(r *record) bool { return r.Installed })
+		if err := w.s.usable(); err != nil {
+			t.Errorf("closed: %v", errors.Unwrap(err))
+		}
+		w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
+	})
+}
+
+// A hold that ends without a revision to go back to installs nothing.
+func TestNothingIsInstalledWithoutARevision(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		image := w.push("stuck", app{readyAfter: -1, unkillable: true})
+		w.expect(w.await(w.submit(image).ID), hasFailed, "termination_unconfirmed")
+		w.set(func() { w.h.apps[digestOf(image)].unkillable = false })
+		w.h.reap("hello.service")
+		w.until("not held", func(r *record) bool { return r.Held == nil })
+		if v := w.s.view(true); v.Installed || v.Current != nil {
+			t.Errorf("installed %v, current %+v", v.Installed, v.Current)
+		}
+	})
+}
+
+// During a rollout health is what was last seen: not that of the instance that was stopped.
+func TestHealthDuringARollout(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		w.health("running")
+		op := w.submit(w.push("v2", app{readyAfter: 20 * time.Second, readyFor: 15 * time.Second}))
+		at := func(d time.Duration) wireHealth {
+			time.Sleep(d)
+			h := w.s.view(true).Health
+			if h.ObservedAt == nil || time.Since(time.Time(*h.ObservedAt)) > 5*time.Second {
+				t.Errorf("observed at %v", h.ObservedAt)
+			}
+			return h
+		}
+		w.awaitState(op.ID, inProbation)
+		if h := at(10 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent || h.Digest != "" {
+			t.Errorf("not ready: %+v", h)
+		}
+		if h := at(15 * time.Second); h.State != "running" || !h.Ready || h.MatchesCurrent || h.Digest != op.Candidate.digest() {
+			t.Errorf("ready: %+v", h)
+		}
+		if h := at(15 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent {
+			t.Errorf("not ready any more: %+v", h)
+		}
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyAfter = 10 * time.Second })
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepVerify })
+		if h := at(5 * time.Second); h.State != "running" || h.Ready || h.MatchesCurrent {
+			t.Errorf("rolling back: %+v", h)
+		}
+		w.expect(w.await(op.ID), rolledBack, "rollout_deadline")
+		if h := at(0); !h.Ready || !h.MatchesCurrent || h.Digest != first.Candidate.digest() {
+			t.Errorf("rolled back: %+v", h)
+		}
+	})
+}
+
+// A service was told to be unhealthy, and an operation that never touched it came in between: that it is healthy
+// again is told all the same.
+func TestHealthyIsToldAfterAFailedOperation(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		first := w.promote("v1")
+		time.Sleep(time.Minute)
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyFor = time.Second })
+		time.Sleep(2 * time.Minute)
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "fetch_failed")
+		w.set(func() { w.h.apps[first.Candidate.digest()].readyFor = 0 })
+		time.Sleep(5 * time.Minute)
+		want := []string{"deploy", "activate", "promote", "unhealthy", "deploy", "failed", "healthy"}
+		if got := w.eventTypes(); !slices.Equal(got, want) {
+			t.Errorf("events %v, want %v", got, want)
+		}
+	})
+}
+
+// Podman does not answer: what was missing is not there again for that, and what was never asked is not ready.
+func TestSilentPodmanRestoresNothing(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.promote("v1")
+			w.promote("v2")
+			time.Sleep(time.Minute)
+			w.set(func() { w.h.networks["systemd-apps"] = false })
+			time.Sleep(2 * retentionInterval)
+			w.set(func() { w.h.podmanHangs = true })
+			if restarted {
+				w.restart()
+			}
+			time.Sleep(2 * retentionInterval)
+			if v := w.s.view(true); v.Rollback.Ready {
+				t.Errorf("restarted %v: ready", restarted)
+			}
+			w.set(func() { w.h.podmanHangs, w.h.networks["systemd-apps"] = false, true })
+			got := w.eventTypes()
+			if slices.Contains(got, "retention-restored") || !slices.Contains(got, "retention-lost") {
+				t.Errorf("restarted %v: events %v", restarted, got)
+			}
+			time.Sleep(2 * retentionInterval)
+			if v := w.s.view(true); !v.Rollback.Ready {
+				t.Errorf("restarted %v: not ready", restarted)
+			}
+		})
+	}
+}
+
+// Right after a promotion nobody has looked yet whether the revision that is retained now could be restored.
+func TestReadinessIsOfTheRetainedRevision(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		w.promote("v2")
+		time.Sleep(10 * time.Minute)
+		if v := w.s.view(true); !v.Rollback.Ready {
+			t.Error("the first is not ready")
+		}
+		op := w.submit(w.push("v3", app{readyAfter: time.Second}))
+		w.awaitState(op.ID, inProbation)
+		must(t, os.Remove(filepath.Join(w.s.images(), "blobs", "sha256", strings.TrimPrefix(w.s.rec.Load().Current.ConfigID, "sha256:"))))
+		looked := false
+		w.onMutation(func(name string) (bool, error) {
+			if w.s.op().State == promoted && name == "reload" {
+				looked = true
+				if v := w.s.view(true); v.Rollback.Generation != 2 || v.Rollback.Ready {
+					t.Errorf("ready: %+v", v.Rollback)
+				}
+			}
+			return true, nil
+		})
+		w.set(func() { w.h.registryDown = true })
+		w.expect(w.await(op.ID), promoted, "")
+		time.Sleep(time.Minute)
+		if v := w.s.view(true); !looked || v.Rollback.Ready || len(v.Rollback.Problems) != 1 {
+			t.Errorf("looked %v: %+v", looked, v.Rollback)
+		}
+	})
 }

@@ -130,8 +130,9 @@ func (s *service) dryRun(ctx context.Context, sub submission, local bool) (wireD
 		}
 		old, id.Generation, id.Operation = rev.unit, rev.Generation, rev.Operation
 		s.live.Lock()
-		d.Target = &wireTarget{cur.Generation, cur.digest(), s.live.checked && len(s.live.ofCurrent) == 0, append([]wireProblem{}, s.live.ofCurrent...)}
+		_, problems, looked := s.live.restorable(r)
 		s.live.Unlock()
+		d.Target = &wireTarget{cur.Generation, cur.digest(), looked && len(problems) == 0, append([]wireProblem{}, problems...)}
 	}
 	if enErr == nil {
 		unit := renderUnit(en, id)

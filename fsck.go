@@ -264,8 +264,9 @@ func (d *dataDir) fsckFiles(service string, r *record, bad func(path, format str
 }
 
 var (
-	revisionFile = regexp.MustCompile(`^[0-9]+\.json$`)
-	keyFileName  = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
+	revisionFile  = regexp.MustCompile(`^[0-9]+\.json$`)
+	operationFile = regexp.MustCompile(`^[0-9a-z]{26}\.json$`)
+	keyFileName   = regexp.MustCompile(`^[0-9a-f]{64}\.json$`)
 )
 
 // brokenChain says which line of a log of events is not as it should be. Lines are counted from 1, as
@@ -343,14 +344,16 @@ type evidence struct {
 	logged   []string          // operations that the event log says were promoted
 	head     eventHead         // the event log's end
 	logErr   error             // why the event log is not to be trusted
-	asked    map[string]event  // the last event of each kind of request: suspend, resume, reconcile, retire, deploy
+	asked    map[string]event  // the last event since the record of each kind: suspend, resume, retire, deploy, held
+	lifted   map[string]bool   // operations whose barrier was lifted
 }
 
 var numbers = regexp.MustCompile(`"(?:next_)?generation": ([0-9]{1,15})\b`)
 
-// gather reads everything of a service that can be read, a damaged service.json included.
-func (d *dataDir) gather(service string, running []container) evidence {
-	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}, ended: map[string]bool{}}
+// gather reads everything of a service that can be read, a damaged service.json included. What was asked for
+// before from was written is in from.
+func (d *dataDir) gather(service string, from *record, running []container) evidence {
+	ev := evidence{accepted: map[string]string{}, asked: map[string]event{}, ended: map[string]bool{}, lifted: map[string]bool{}}
 	see := func(g int64) { ev.highest = max(ev.highest, g) }
 	dir := d.serviceFile(service)
 	for _, name := range []string{"service.json", "service.json.prev"} {
@@ -385,16 +388,26 @@ func (d *dataDir) gather(service string, running []container) evidence {
 	log := filepath.Join(dir, "events.jsonl")
 	ev.head, ev.logErr = verifyEvents(log)
 	b, _ := os.ReadFile(log)
+	// A log that lost its end, or was begun anew, does not have the line that from ends with: the time tells then.
+	end := from.eventEnd()
+	since := end == eventHead{}
 	for line := range strings.Lines(string(b)) {
 		var e event
 		if json.Unmarshal([]byte(line), &e) != nil {
 			continue
 		}
-		switch e.Type {
-		case "deploy", "suspend", "resume", "reconcile", "retire":
-			if ev.logErr == nil {
+		if ev.logErr == nil && (since || e.At.After(from.UpdatedAt)) {
+			switch e.Type {
+			case "deploy", "suspend", "resume", "retire", "held":
 				ev.asked[e.Type] = e
 			}
+		}
+		if ev.logErr == nil && e.Type == "reconcile" {
+			ev.lifted[e.Operation] = true
+		}
+		if e.Cursor == end.Cursor && e.Hash == end.Hash {
+			since = true
+			clear(ev.asked)
 		}
 		if !operationID.MatchString(e.Operation) {
 			continue
@@ -444,10 +457,22 @@ func (d *dataDir) toldTokens(service string) map[string]string {
 }
 
 // restoreTokens writes tokens.json from one of before, or from itself. Of it only those tokens stay valid
-// that the event log knows as issued and not as revoked; none if the log does not verify.
+// that the event log knows as issued and not as revoked; none if the log does not verify, or has not the end
+// that service.json names.
 func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
 	told := d.toldTokens(from.Service)
-	if _, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl")); err != nil {
+	_, err := verifyEvents(d.serviceFile(from.Service, "events.jsonl"))
+	if r := (&record{}); err == nil && readRecord(d.serviceFile(from.Service, "service.json"), r) == nil {
+		if !d.eventsFit(r) {
+			err = fmt.Errorf("%w: the event log does not end where service.json says", errCorrupt)
+		}
+		for _, e := range r.Events { // not in the log yet, perhaps
+			if strings.HasPrefix(e.Type, "token-") {
+				told[e.Detail] = e.Type
+			}
+		}
+	}
+	if err != nil {
 		told = nil
 	}
 	f := *from
@@ -461,7 +486,9 @@ func (d *dataDir) restoreTokens(from *tokenFile, now time.Time) error {
 		}
 	}
 	path := d.serviceFile(from.Service, "tokens.json")
-	if _, err := d.tokens(from.Service, "tokens.json"); err != nil {
+	if _, err := d.tokens(from.Service, "tokens.json"); errors.Is(err, errNewer) {
+		return fmt.Errorf("restoring %s: %w", path, err)
+	} else if err != nil {
 		if err := setAside(path, now.UTC().Format("20060102T150405")); err != nil {
 			return err
 		}
@@ -481,7 +508,10 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	if err := from.check(); err != nil {
 		return fmt.Errorf("restoring %s: %w", service, err)
 	}
-	ev := d.gather(service, running)
+	if err := readRecord(d.serviceFile(service, "service.json"), &record{}); errors.Is(err, errNewer) {
+		return fmt.Errorf("restoring %s: %w", service, err)
+	}
+	ev := d.gather(service, from, running)
 	var cur int64
 	curOp := ""
 	if from.Current != nil {
@@ -509,14 +539,16 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	r := from.clone()
 	highest := max(ev.highest, r.Generation, r.NextGeneration)
 	r.Generation, r.NextGeneration = highest+1, highest+2
-	r.Held, r.Installed = nil, false
+	r.Installed = false
 	ev.takeUp(r)
 	interrupted := public(failed("interrupted", nil, "its record was lost and put back from an earlier one"))
 	var untold []string // operations whose end no event tells
-	follows := func(op *operation, from state) {
-		if op.raisesBarrier(from) && ev.asked["reconcile"].Operation != op.ID {
-			r.Barrier = &barrier{op.ID, now}
+	bars := func(op *operation, from state) {
+		if op.raisesBarrier(from) && !ev.lifted[op.ID] {
+			r.Barrier = &barrier{op.ID, *op.FinishedAt}
 		}
+	}
+	tell := func(op *operation) {
 		if ev.logErr != nil || !ev.ended[op.ID] {
 			untold = append(untold, op.ID)
 		}
@@ -525,27 +557,42 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 		from := op.State
 		op.State, op.Failure, op.FinishedAt, op.UpdatedAt = hasFailed, &interrupted, &now, now
 		op.Timeline = append(op.Timeline, transition{hasFailed, now})
-		follows(op, from)
+		bars(op, from)
+		tell(op)
 	}
 	var maybe *reference // a candidate that may run
-	if op := r.active(); op != nil {
-		if op.State != preparing {
-			maybe = &op.Candidate
+	by := ""             // the operation that started it, if maybe does not say it
+	// ended takes up an operation that ended since: by itself, or by a restore that was killed and came no further.
+	ended := func(op *operation) {
+		bars(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
+		if op.State == hasFailed && op.Failure != nil && *op.Failure == interrupted {
+			if op.Candidate.Generation > 0 {
+				maybe = &op.Candidate
+			}
+			tell(op)
 		}
-		end(op)
+	}
+	if op := r.active(); op != nil {
+		if archived, err := d.operation(service, op.ID); err == nil {
+			r.Operation = archived
+			ended(archived)
+		} else {
+			if op.State != preparing {
+				maybe = &op.Candidate
+				if d.lacks(service, maybe.Generation) && r.Current != nil {
+					maybe, by = &r.Current.reference, op.ID // all of a service's revisions have one unit and one container name
+				}
+			}
+			end(op)
+		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(ev.accepted)) {
 		if r.Operation != nil && id <= r.Operation.ID {
 			continue
 		}
+		r.Barrier, r.Held = nil, nil // it was accepted: neither was in its way
 		if op, err := d.operation(service, id); err == nil {
-			// It ended, or a restore that was killed ended it and came no further.
-			if op.State == hasFailed && op.Failure != nil && *op.Failure == interrupted {
-				if op.Candidate.Generation > 0 {
-					maybe = &op.Candidate
-				}
-				follows(op, op.Timeline[max(0, len(op.Timeline)-2)].State)
-			}
+			ended(op)
 			continue
 		}
 		op := operation{ID: id, Kind: "deploy", RequestedBy: "unknown", State: preparing, CreatedAt: idTime(id).UTC(), Candidate: reference{Image: ev.accepted[id], Operation: id},
@@ -565,7 +612,7 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 	}
 	if maybe != nil {
 		if _, err := d.revision(service, maybe.Generation); err == nil {
-			r.Held = &held{Operation: maybe.Operation, Since: now, Revision: *maybe, Remains: []string{"not looked at since the record was put back"}}
+			r.Held = &held{Operation: cmp.Or(by, maybe.Operation), Since: now, Revision: *maybe, Remains: []string{"not looked at since the record was put back"}}
 		}
 	}
 	stamp := now.UTC().Format("20060102T150405")
@@ -580,6 +627,9 @@ func (d *dataDir) restoreService(service string, from *record, running []contain
 			return err
 		}
 		if err := setAside(log, stamp); err != nil {
+			return err
+		}
+		if err := removeFile(log); err != nil {
 			return err
 		}
 		ev.head = eventHead{}
@@ -621,8 +671,11 @@ func (ev *evidence) takeUp(r *record) {
 	} else if e := ev.asked["retire"]; e.Cursor > last("deploy") && r.Retired == nil {
 		r.Retired, r.Suspended, r.Resume = &retirement{Since: e.At, By: e.Actor}, nil, nil
 	}
-	if r.Barrier != nil && ev.asked["reconcile"].Operation == r.Barrier.Operation {
+	if r.Barrier != nil && ev.lifted[r.Barrier.Operation] {
 		r.Barrier = nil
+	}
+	if _, over := ev.asked["held"]; over { // the first that a record with a hold is followed by tells its end
+		r.Held = nil
 	}
 }
 
@@ -638,12 +691,13 @@ func (d *dataDir) generationOf(service, id string) int64 {
 	return 0
 }
 
-// setAside keeps a damaged file beside its successor, for a person.
+// setAside keeps a damaged file beside its successor, for a person. It stays in its place until that replaces
+// it: whoever is killed in between has lost nothing.
 func setAside(path, stamp string) error {
 	if err := boundary("set-aside", path); err != nil {
 		return storageError("setting aside", path, err)
 	}
-	if err := os.Rename(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Link(path, path+".damaged-"+stamp); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fs.ErrExist) {
 		return storageError("setting aside", path, err)
 	}
 	return syncDir(filepath.Dir(path))
@@ -679,6 +733,10 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 	}
 	if r := (&record{}); readRecord(d.serviceFile(service, "service.json"), r) == nil && r.check() == nil {
 		if d.eventsFit(r) {
+			if op := r.active(); op != nil && op.State != preparing && d.lacks(service, op.Candidate.Generation) {
+				// Nothing can be done of the operation without it, and no backup has it.
+				return name + " kept, the operation that lost its revision ended", d.restoreService(service, r, list, now)
+			}
 			return "", fmt.Errorf("restoring %s: it is whole; nothing was changed", name)
 		}
 		// The record is whole and the event log is not: the record itself says what is current.
@@ -689,6 +747,12 @@ func (d *dataDir) restoreNamed(name string, running func(service string) ([]cont
 		return "", fmt.Errorf("restoring %s: its predecessor: %w; put it back from a backup (toad restore)", name, err)
 	}
 	return name + " from service.json.prev", d.restoreService(service, from, list, now)
+}
+
+// lacks tells that a revision is missing or damaged.
+func (d *dataDir) lacks(service string, generation int64) bool {
+	_, err := d.revision(service, generation)
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, errCorrupt)
 }
 
 // eventsFit tells whether the event log ends where the record says, without changing it: what its last
@@ -783,6 +847,16 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 			}
 		}
 		// A promotion meanwhile takes away the bytes that were retained when the record was read.
+		unlock = lock(name)
+		after := &record{}
+		err = readRecord(d.serviceFile(name, "service.json"), after)
+		unlock()
+		if err != nil {
+			return fmt.Errorf("backing up %s: %w", name, err)
+		}
+		if after.Current != nil && (r.Current == nil || r.Current.Generation != after.Current.Generation) {
+			return fmt.Errorf("backing up %s: it was promoted meanwhile, and its operation may be in the backup; begin again", name)
+		}
 		for _, p := range []*promotedRevision{r.Current, r.Rollback} {
 			if p == nil || r.Retired != nil {
 				continue
@@ -798,8 +872,8 @@ func (d *dataDir) backup(w io.Writer, lock func(service string) (unlock func()),
 	return tw.Close()
 }
 
-// restoreBackup reads a backup and puts back what is missing or damaged. A service whose record is whole
-// is left alone. The caller holds both locks and no server runs.
+// restoreBackup reads a backup and puts back what is missing or damaged. Of a service whose record is whole
+// that is what is immutable, and its tokens. The caller holds both locks and no server runs.
 func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]container, error), now time.Time) (done []string, err error) {
 	tmp := filepath.Join(d.path, "restore")
 	if err := errors.Join(os.RemoveAll(tmp), makeDir(filepath.Join(tmp, "services"))); err != nil {
@@ -831,14 +905,26 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 	}
 	for _, name := range names {
 		cur := &record{}
-		if readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil {
+		whole := readRecord(d.serviceFile(name, "service.json"), cur) == nil && cur.check() == nil
+		if !whole {
+			cur = nil
+		}
+		mended, err := d.mendFrom(b, name, cur, now)
+		for _, file := range mended {
+			done = append(done, name+": "+file+" was put back")
+		}
+		if err != nil {
+			return done, fmt.Errorf("restoring %s: %w", name, err)
+		}
+		if whole {
 			put, err := d.restoreTokensOf(b, name, now)
 			if err != nil {
 				return done, err
 			}
-			if put {
+			switch {
+			case put:
 				done = append(done, name+": its tokens were put back")
-			} else {
+			case len(mended) == 0:
 				done = append(done, name+": left alone, its record is whole")
 			}
 			continue
@@ -855,7 +941,7 @@ func (d *dataDir) restoreBackup(r io.Reader, running func(service string) ([]con
 			return done, err
 		}
 		// What is immutable is added where it is missing; a log that goes on is never cut.
-		err := filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
+		err = filepath.WalkDir(b.serviceFile(name), func(path string, e fs.DirEntry, err error) error {
 			if err != nil || e.IsDir() {
 				return err
 			}
@@ -916,6 +1002,69 @@ func unpackBackup(r io.Reader, dir string) error {
 			return err
 		}
 	}
+}
+
+// mendFrom puts back out of a backup what never changes and is damaged, and of what is missing beside a whole
+// record r the keys and the revisions that it refers to: anything else may have been pruned. It returns what it
+// put back.
+func (d *dataDir) mendFrom(backup *dataDir, service string, r *record, now time.Time) (mended []string, err error) {
+	refers := func(g int64) bool {
+		op, kept := r.active(), retainedBy(r)
+		return slices.Contains(kept[:], g) || r.Held != nil && r.Held.Revision.Generation == g ||
+			op != nil && op.State != preparing && op.Candidate.Generation == g
+	}
+	read := func(d *dataDir, sub, name string) error {
+		switch {
+		case sub == "revisions":
+			g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".json"), 10, 64)
+			_, err := d.revision(service, g)
+			return err
+		case sub == "operations":
+			_, err := d.operation(service, strings.TrimSuffix(name, ".json"))
+			return err
+		}
+		return readRecord(d.serviceFile(service, sub, name), &keyFile{})
+	}
+	for sub, form := range map[string]*regexp.Regexp{"revisions": revisionFile, "operations": operationFile, "keys": keyFileName} {
+		entries, _ := os.ReadDir(backup.serviceFile(service, sub))
+		for _, e := range entries {
+			name := e.Name()
+			if !form.MatchString(name) {
+				continue
+			}
+			if err := read(d, sub, name); err == nil || errors.Is(err, errNewer) || read(backup, sub, name) != nil {
+				continue
+			}
+			files := []string{name}
+			if sub == "revisions" { // the record that vouches for the unit is the last, as when it was made
+				files = []string{strings.TrimSuffix(name, ".json") + ".container", name}
+			}
+			_, serr := os.Lstat(d.serviceFile(service, sub, name))
+			g, _ := strconv.ParseInt(strings.TrimSuffix(name, ".json"), 10, 64)
+			if errors.Is(serr, fs.ErrNotExist) && (r == nil || sub == "operations" || sub == "revisions" && !refers(g)) {
+				continue
+			}
+			if err := makeDir(d.serviceFile(service, sub)); err != nil {
+				return mended, err
+			}
+			for _, file := range files {
+				b, err := os.ReadFile(backup.serviceFile(service, sub, file))
+				if err != nil {
+					return mended, err
+				}
+				to := d.serviceFile(service, sub, file)
+				if err := setAside(to, now.UTC().Format("20060102T150405")); err != nil {
+					return mended, err
+				}
+				if err := writeFile(to, b); err != nil {
+					return mended, err
+				}
+			}
+			mended = append(mended, filepath.Join(sub, name))
+		}
+	}
+	slices.Sort(mended)
+	return mended, nil
 }
 
 // restoreTokensOf puts a service's tokens.json back from a backup, if it is missing or damaged.

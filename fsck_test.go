@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -369,7 +370,27 @@ func TestBackupDuringAPromotion(t *testing.T) {
 		settled(t, w)
 		retained := strings.TrimPrefix(w.s.rec.Load().Rollback.digest(), "sha256:")
 		err := w.data.backup(io.Discard, func(string) func() {
-			return func() { must(t, os.Remove(filepath.Join(w.s.images(), "blobs", "sha256", retained))) }
+			return func() { must(t, os.RemoveAll(filepath.Join(w.s.images(), "blobs", "sha256", retained))) }
+		}, time.Now())
+		if err == nil || !strings.Contains(err.Error(), "begin again") {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// A backup during which the service was promoted holds the promoted operation beside a record of before, and no
+// restore would take it: it is none, also if no retained bytes went.
+func TestBackupOverAPromotion(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		time.Sleep(time.Minute)
+		err := w.data.backup(io.Discard, func(string) func() {
+			return func() {
+				if w.s.rec.Load().Generation == 1 {
+					w.promote("v2")
+					time.Sleep(time.Minute)
+				}
+			}
 		}, time.Now())
 		if err == nil || !strings.Contains(err.Error(), "begin again") {
 			t.Errorf("%v", err)
@@ -532,5 +553,384 @@ func TestDataDirectoryIsRefusedWithWhatToDo(t *testing.T) {
 	must(t, os.WriteFile(filepath.Join(dir, "id"), []byte("torn"), 0o600))
 	if _, err := openData(dir, quadlets); !errors.Is(err, errCorrupt) {
 		t.Errorf("a torn id: %v", err)
+	}
+}
+
+// lose removes service.json and its predecessor.
+func (w *world) lose() {
+	for _, name := range []string{"service.json", "service.json.prev"} {
+		must(w.t, removeFile(w.data.serviceFile("hello", name)))
+	}
+	w.last = nil // the record's history begins anew
+}
+
+// restoreFrom is toad restore.
+func (w *world) restoreFrom(backup []byte) error {
+	d, err := lockData(w.dir, w.h.quadlets)
+	must(w.t, err)
+	defer d.close()
+	_, err = d.restoreBackup(bytes.NewReader(backup), w.runningNow, w.s.now())
+	return err
+}
+
+// What a newer binary wrote is never replaced by something older, asked for by name or not.
+func TestNewerRecordsAreNotReplaced(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		_, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+		must(t, err)
+		time.Sleep(time.Minute)
+		var b bytes.Buffer
+		must(t, w.data.backup(&b, noLock, time.Now()))
+		w.stop()
+		for _, f := range []string{"service.json", "tokens.json", "revisions/1.json"} {
+			path := w.data.serviceFile("hello", f)
+			text, err := os.ReadFile(path)
+			must(t, err)
+			must(t, os.WriteFile(path, bytes.Replace(text, []byte(`"version": 1`), []byte(`"version": 2`), 1), 0o600))
+		}
+		before := snapshot(t, w.data.serviceFile("hello"))
+		for _, f := range []string{"service.json", "tokens.json"} {
+			if _, err := w.data.restoreNamed("services/hello/"+f, w.runningNow, w.s.now()); !errors.Is(err, errNewer) && !errors.Is(err, errCorrupt) {
+				t.Errorf("%s: %v", f, err)
+			}
+		}
+		if err := w.restoreFrom(b.Bytes()); !errors.Is(err, errNewer) {
+			t.Errorf("a backup: %v", err)
+		}
+		if after := snapshot(t, w.data.serviceFile("hello")); after != before {
+			t.Errorf("before:\n%s\nafter:\n%s", before, after)
+		}
+		w.last = nil
+		w.start()
+	})
+}
+
+// cutAfter takes away every line of the event log behind the last of that type.
+func (w *world) cutAfter(typ string) {
+	log := w.data.serviceFile("hello", "events.jsonl")
+	b, err := os.ReadFile(log)
+	must(w.t, err)
+	i := bytes.LastIndex(b, []byte(`"type":"`+typ+`"`))
+	must(w.t, os.WriteFile(log, b[:i+bytes.IndexByte(b[i:], '\n')+1], 0o600))
+}
+
+// An event log that lost its end tells of requests that later ones undid. The record knows of both.
+func TestRestoreWithACutLog(t *testing.T) {
+	for name, tt := range map[string]struct {
+		before func(w *world)
+		cut    string
+		ok     func(r *record) bool
+	}{
+		"suspended again": {func(w *world) {
+			suspended(w)
+			w.asked(w.s.resume("local"))
+			time.Sleep(time.Minute)
+			w.asked(w.s.suspend("local"))
+		}, "resume", func(r *record) bool { return r.Suspended != nil }},
+		"deployed again after its end": {func(w *world) {
+			retired(w)
+			w.back()
+			w.promote("v3")
+		}, "retire", func(r *record) bool { return r.Retired == nil && r.Current != nil }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				tt.before(w)
+				time.Sleep(time.Minute)
+				must(t, w.s.tell("unit-lost", "something later"))
+				ran := w.h.running("hello")
+				w.stop()
+				w.cutAfter(tt.cut)
+				_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+				must(t, err)
+				w.last = nil
+				w.start()
+				time.Sleep(time.Minute)
+				if r := w.s.rec.Load(); !tt.ok(r) {
+					t.Errorf("suspended %+v, retired %+v, current %+v", r.Suspended, r.Retired, r.Current)
+				}
+				w.expectRuns(ran...)
+			})
+		})
+	}
+}
+
+// A service that is held is held after a restore: what is still there is stopped on, and the current revision
+// starts again if it was the one being stopped.
+func TestRestoreKeepsTheHold(t *testing.T) {
+	for _, damaged := range []string{"service.json", "events.jsonl"} {
+		for _, candidate := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, candidate %v", damaged, candidate), func(t *testing.T) {
+				inWorld(t, func(t *testing.T, w *world) {
+					var image string
+					if candidate {
+						w.promote("v1")
+						image = w.push("stuck", app{readyAfter: -1, unkillable: true})
+						w.expect(w.await(w.submit(image).ID), hasFailed, "rollback_failed")
+					} else {
+						image = w.push("stuck", app{readyAfter: time.Second, unkillable: true})
+						w.expect(w.await(w.submit(image).ID), promoted, "")
+						w.until("installed", func(r *record) bool { return r.Installed })
+						w.expect(w.await(w.submit(w.push("v2", app{})).ID), hasFailed, "termination_unconfirmed")
+					}
+					w.until("held", func(r *record) bool { return r.Held != nil })
+					must(t, w.s.commit(func(*record) error { return nil })) // the predecessor knows of it, too
+					w.stop()
+					must(t, os.WriteFile(w.data.serviceFile("hello", damaged), []byte("garbage\n"), 0o600))
+					_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+					must(t, err)
+					w.last = nil
+					w.start()
+					time.Sleep(time.Minute)
+					if r := w.s.rec.Load(); r.Held == nil || r.Held.Candidate != candidate {
+						t.Errorf("held: %+v", r.Held)
+					}
+					w.set(func() { w.h.apps[digestOf(image)].unkillable = false })
+					w.h.reap("hello.service")
+					w.until("the hold is over", func(r *record) bool { return r.Held == nil })
+					time.Sleep(time.Minute)
+					if candidate {
+						w.expectRuns()
+					} else {
+						w.expectRuns(image)
+					}
+				})
+			})
+		}
+	}
+}
+
+// An operation that was under way when the backup was made, and ended since: it has one end.
+func TestRestoreOfAnOperationThatEndedSince(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		op := w.submit(w.push("v3", app{readyAfter: -1}))
+		w.awaitState(op.ID, inProbation)
+		var b bytes.Buffer
+		must(t, w.data.backup(&b, noLock, time.Now()))
+		w.expect(w.await(op.ID), rolledBack, "startup_deadline")
+		time.Sleep(time.Minute)
+		w.stop()
+		w.lose()
+		must(t, w.restoreFrom(b.Bytes()))
+		w.start()
+		time.Sleep(time.Minute)
+		if got := w.s.op(); got.ID != op.ID || got.State != rolledBack || w.s.rec.Load().Held != nil {
+			t.Errorf("the operation is %+v, held %+v", got, w.s.rec.Load().Held)
+		}
+	})
+}
+
+// The barrier that an operation raised after the backup was made is there after its restore, unless it was
+// lifted.
+func TestRestoreRaisesTheBarrierOfSince(t *testing.T) {
+	for _, lifted := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.set(func() { w.en.Barrier = true })
+			settled(t, w)
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			var op *operation
+			for range 2 { // the second is accepted once the first is acknowledged
+				if op != nil {
+					w.asked(w.s.reconcile(op.ID, "local"))
+				}
+				op = w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID)
+				w.expect(op, rolledBack, "restart_budget")
+				time.Sleep(time.Minute)
+			}
+			if lifted {
+				w.asked(w.s.reconcile(op.ID, "local"))
+			}
+			w.stop()
+			w.lose()
+			must(t, w.restoreFrom(b.Bytes()))
+			w.start()
+			time.Sleep(time.Minute)
+			if b := w.s.rec.Load().Barrier; lifted != (b == nil) || b != nil && b.Operation != op.ID {
+				t.Errorf("lifted %v: the barrier is %+v", lifted, b)
+			}
+		})
+	}
+}
+
+// The event log is damaged and the record, which is whole, is that of a promotion: a restore that is killed
+// and made again never falls back to the record before.
+func TestRestoreKilledLosesNoPromotion(t *testing.T) {
+	for at := 0; ; at++ {
+		steps := 0
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(t)
+			defer func() { w.stop() }()
+			w.promote("v1")
+			w.set(func() {
+				w.spoil = func(step, path string) error {
+					w.mu.Lock()
+					defer w.mu.Unlock()
+					if w.last.Generation == 2 && step == "append" {
+						return w.kill()
+					}
+					return nil
+				}
+			})
+			w.submit(w.push("v2", app{}))
+			<-w.died
+			w.stop()
+			must(t, os.WriteFile(w.data.serviceFile("hello", "events.jsonl"), []byte("garbage\n"), 0o600))
+			testingOnlyBoundary = func(step, path string) error {
+				if steps++; steps > at {
+					return errors.New("killed")
+				}
+				return nil
+			}
+			_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+			testingOnlyBoundary = nil
+			if (err != nil) != (steps > at) {
+				t.Fatalf("killed at %d of %d: %v", at, steps, err)
+			}
+			if err != nil {
+				if _, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now().Add(time.Second)); err != nil {
+					t.Logf("killed at %d: %v", at, err) // it had come to its end
+				}
+			}
+			r, err := w.data.load("hello")
+			must(t, err)
+			if r.Current.Generation != 2 {
+				t.Errorf("killed at %d: the current generation is %d", at, r.Current.Generation)
+			}
+			w.last = nil
+			w.set(func() { w.spoil = nil })
+			w.start()
+		})
+		if steps <= at {
+			return
+		}
+	}
+}
+
+// A token that was revoked after the backup stays revoked when tokens.json is put back, though the log lost the
+// line that says so, or did not get it yet.
+func TestCutLogVouchesForNoToken(t *testing.T) {
+	for _, later := range []bool{false, true} {
+		inWorld(t, func(t *testing.T, w *world) {
+			w.promote("v1")
+			rec, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+			must(t, err)
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			must(t, w.s.revokeAll("local"))
+			if later {
+				must(t, w.s.tell("unit-lost", "something later"))
+			}
+			w.stop()
+			w.cutAfter("token-issued")
+			for _, name := range []string{"tokens.json", "tokens.json.prev"} {
+				must(t, os.Remove(w.data.serviceFile("hello", name)))
+			}
+			must(t, w.restoreFrom(b.Bytes()))
+			f, err := w.data.tokens("hello", "tokens.json")
+			must(t, err)
+			if len(f.Tokens) != 1 || f.Tokens[0].ID != rec.ID || f.Tokens[0].RevokedAt == nil {
+				t.Errorf("tokens: %+v", f.Tokens)
+			}
+			w.last = nil
+			w.start()
+		})
+	}
+}
+
+// What never changes comes back out of a backup also beside a whole service.json, which is what fsck --restore
+// says of it; what was pruned stays away.
+func TestDamagedRecordsComeBackFromTheBackup(t *testing.T) {
+	for _, whole := range []bool{true, false} {
+		inWorld(t, func(t *testing.T, w *world) {
+			settled(t, w)
+			failed := w.await(w.submit(w.push("bad", app{exitAfter: time.Second})).ID)
+			time.Sleep(time.Minute)
+			current := w.s.rec.Load().Current
+			var b bytes.Buffer
+			must(t, w.data.backup(&b, noLock, time.Now()))
+			w.stop()
+			file := func(name string) string { return w.data.serviceFile("hello", name) }
+			for _, name := range []string{"revisions/2.json", "revisions/1.container", "operations/" + current.Operation + ".json"} {
+				must(t, os.WriteFile(file(name), []byte("garbage"), 0o600))
+			}
+			must(t, os.Remove(w.data.keyPath("hello", "key-1")))
+			if whole { // that one is as if it had been pruned
+				for _, name := range []string{"revisions/3.json", "revisions/3.container", "operations/" + failed.ID + ".json"} {
+					must(t, os.Remove(file(name)))
+				}
+			} else {
+				must(t, os.WriteFile(file("service.json"), []byte("garbage"), 0o600))
+			}
+			must(t, w.restoreFrom(b.Bytes()))
+			if _, err := os.Stat(file("revisions/3.json")); (err == nil) == whole {
+				t.Errorf("whole %v: the pruned revision: %v", whole, err)
+			}
+			if k, err := w.data.key("hello", "key-1"); err != nil || k.State != promoted {
+				t.Errorf("whole %v: the key is %+v, %v", whole, k, err)
+			}
+			w.last = nil
+			w.start()
+			time.Sleep(time.Minute)
+			if err := w.s.usable(); err != nil {
+				t.Fatalf("whole %v: closed: %v", whole, errors.Unwrap(err))
+			}
+			w.expectRuns(current.Image)
+			if f := w.findings(); len(f) > 0 {
+				t.Errorf("whole %v: findings %+v", whole, f)
+			}
+			w.keys = 100
+			w.expect(w.await(w.submit(w.push("v4", app{})).ID), promoted, "")
+		})
+	}
+}
+
+// The candidate's own revision is damaged while its operation is under way: the service is closed, and a restore
+// of its record by name ends the operation and holds what may run until it is gone.
+func TestRestoreWithoutTheCandidatesRevision(t *testing.T) {
+	for name, tt := range map[string]struct {
+		first   bool   // there is no current revision
+		damaged string // beside the revision
+	}{"upgrade": {false, ""}, "first": {true, ""}, "and the record": {false, "service.json"}} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, func(t *testing.T, w *world) {
+				var ran []string
+				if !tt.first {
+					ran = []string{w.promote("v1").Candidate.Image}
+				}
+				op := w.submit(w.push("v2", app{readyAfter: -1}))
+				w.awaitState(op.ID, inProbation)
+				time.Sleep(5 * time.Second)
+				w.stop()
+				must(t, os.WriteFile(w.data.serviceFile("hello", "revisions", fmt.Sprint(op.Candidate.Generation)+".json"), nil, 0o600))
+				if tt.damaged != "" {
+					must(t, os.WriteFile(w.data.serviceFile("hello", tt.damaged), nil, 0o600))
+				}
+				w.start()
+				time.Sleep(time.Minute)
+				if w.s.usable() == nil {
+					t.Error("the service is open")
+				}
+				w.stop()
+				_, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now())
+				must(t, err)
+				w.last = nil
+				w.start()
+				time.Sleep(time.Minute)
+				w.expect(w.s.op(), hasFailed, "interrupted")
+				if !tt.first {
+					w.expectRuns(ran...)
+				}
+				w.keys = 100
+				next := w.await(w.submit(w.push("v3", app{})).ID)
+				w.expect(next, promoted, "")
+				w.expectRuns(next.Candidate.Image)
+				if _, err := w.data.restoreNamed("services/hello/service.json", w.runningNow, w.s.now()); err == nil {
+					t.Error("a whole record was put back")
+				}
+			})
+		})
 	}
 }

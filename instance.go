@@ -61,13 +61,25 @@ func (s *service) ours(st unitStatus, unit string) bool {
 	return strings.HasSuffix(st.SourcePath, "/"+s.name+"/"+unit)
 }
 
-// wrote tells that a marker names a revision that this service's records know.
+// wrote tells that a marker names a revision that this service's records know, be its own damaged.
 func (s *service) wrote(m unitIdentity) bool {
 	if m.DataID != s.data.id || m.Service != s.name {
 		return false
 	}
-	rev, err := s.data.revision(s.name, m.Generation)
-	return err == nil && rev.Operation == m.Operation
+	if rev, err := s.data.revision(s.name, m.Generation); err == nil {
+		return rev.Operation == m.Operation
+	}
+	if !operationID.MatchString(m.Operation) {
+		return false
+	}
+	op := s.op()
+	if op == nil || op.ID != m.Operation {
+		var err error
+		if op, err = s.data.operation(s.name, m.Operation); err != nil {
+			return false
+		}
+	}
+	return op.Candidate.Generation == m.Generation
 }
 
 // foreign sees that no container has the service's name or labels but the one that its unit runs. The
@@ -513,7 +525,7 @@ func (s *service) writeUnit(ctx context.Context, rev *revision, form []byte) err
 			// What was there before can be loaded: better that than no unit at all.
 			s.log.Error("the written unit is not loaded; the file before it is put back", "unit", rev.Enrollment.Unit)
 			if err := replaceUnit(path, old); err != nil {
-				return err
+				return notWritten(err)
 			}
 			if err := s.host.units.Reload(ctx); err != nil {
 				s.log.Warn("reloading", "err", err)
@@ -587,14 +599,20 @@ func (s *service) startedSince(ctx context.Context, rev *revision, before string
 }
 
 // runs tells that what the unit runs, or is about to, is this revision: by its file, the loaded digest,
-// and the labels of the container if there is one already.
-func (s *service) runs(ctx context.Context, rev *revision, ref reference) bool {
+// and the labels of the container if there is one already. An error is no answer of the host's.
+func (s *service) runs(ctx context.Context, rev *revision, ref reference) (bool, error) {
 	b, err := os.ReadFile(s.unitPath(rev.Enrollment.Unit))
 	if err != nil || string(b) != string(rev.unit) {
-		return false
+		return false, nil
 	}
 	_, st, err := identify(ctx, s.host.units, s.host.containers, rev, ref)
-	return (err == nil || st.ActiveState == "activating") && s.misread(st, rev) == ""
+	switch {
+	case err == nil, errors.As(err, new(notReady)) && st.ActiveState == "activating":
+		return s.misread(st, rev) == "", nil
+	case errors.As(err, new(notReady)):
+		return false, nil
+	}
+	return false, err
 }
 
 // removeUnit takes the service's unit file away and proves that the unit is gone. Whoever else's file

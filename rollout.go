@@ -504,6 +504,7 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	if err := s.stopAndConfirm(ctx, rev, s.op().StopDeadline); err != nil {
 		return err
 	}
+	s.setHealth(health{state: "stopped", observedAt: s.now()})
 	s.say("terminated")
 	if err := s.ended(rev, ""); err != nil {
 		return err
@@ -645,6 +646,7 @@ func (s *service) probation(ctx context.Context, rev *revision) error {
 			said, saidAt = lost, time.Now()
 		}
 		s.setReadyFor(w.readyFor())
+		s.setHealth(s.healthOf(o, s.op().Candidate))
 		switch {
 		case !o.ready():
 			unready(o.reason)
@@ -1034,13 +1036,25 @@ func (s *service) rollBack(ctx context.Context, cand *revision) (*held, error) {
 		}); err != nil {
 			return broken(err, "the host does not answer")
 		}
-		if boot != op.Boot {
-			started = s.runs(ctx, rev, t) // booted with [Install]: it is there, or may be started again
+		started = boot == op.Boot // else it is there, booted with [Install], or may be started again
+	}
+	there := false
+	if !started {
+		// Whoever runs is not stopped because nobody answers for a moment.
+		silence := s.after(time.Duration(cand.Enrollment.StopDeadline))
+		err := s.insist(ctx, silence, func() (err error) {
+			there, err = s.runs(ctx, rev, t)
+			return err
+		})
+		if s.undecided(ctx, err) {
+			return nil, err
+		} else if err != nil {
+			s.log.Warn("looking whether the target runs", "err", err)
 		}
 	}
 	switch {
 	case started:
-	case s.runs(ctx, rev, t):
+	case there:
 		s.say("already_there", t.Generation)
 		if err := s.verifying(ctx, rev); err != nil {
 			return broken(err, "the host does not answer")
@@ -1101,6 +1115,7 @@ func (s *service) stopCandidate(ctx context.Context, cand *revision) error {
 	if err != nil {
 		return err
 	}
+	s.setHealth(health{state: "stopped", observedAt: s.now()})
 	s.say("terminated")
 	return nil
 }
@@ -1155,12 +1170,15 @@ func (s *service) seenReady(ctx context.Context, rev *revision, t reference) (st
 		octx, cancel := context.WithTimeout(ctx, left)
 		o, err := observe(octx, s.host.units, s.host.containers, s.host.probe, rev, t)
 		cancel()
+		if err != nil {
+			o = observation{reason: "the host does not answer"}
+		}
+		s.setHealth(s.healthOf(o, t))
 		switch {
 		case ctx.Err() != nil:
 			return "", ctx.Err()
 		case err != nil:
 			s.log.Warn("observing the target", "err", err)
-			last = "the host does not answer"
 		case o.ready():
 			return "", s.commit(func(r *record) error {
 				r.addContainer(o.container)

@@ -78,6 +78,8 @@ type service struct {
 	held    string // the unit that signals are of
 	release func()
 	beside  sync.WaitGroup // what run leaves to be done beside it
+	// unhealthy is the generation that was told to be unhealthy, and not to be healthy since.
+	unhealthy int64
 	// restartTold is when a restart after promotion was last told.
 	restartTold time.Time
 
@@ -101,6 +103,7 @@ type live struct {
 	problems    []wireProblem   // of the retained rollback
 	ofCurrent   []wireProblem   // of the current revision, if it had to be put back
 	checked     bool            // both were looked at
+	checkedOf   [2]int64        // the generations that were current and retained then
 	log         *operationLog   // of the operation under way or last ended
 	recent      []pastOperation // the operations before it, newest first
 	claimed     claim           // what the revision of the generation claimedBy runs as

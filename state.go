@@ -40,6 +40,8 @@ var (
 	errLocked = errors.New("another toad is at work")
 	// errCorrupt wraps what is wrong with a record that was read.
 	errCorrupt = errors.New("corrupt record")
+	// errNewer wraps what is wrong with a record that a newer binary wrote: it is never replaced.
+	errNewer = errors.New("newer record")
 )
 
 // storageError is a step on the disk that failed.
@@ -550,7 +552,7 @@ func checkSum(b []byte) error {
 	}
 	switch {
 	case head.Version > recordVersion:
-		return fmt.Errorf("%w: version %d is newer than this binary's %d; run the newer binary", errCorrupt, head.Version, recordVersion)
+		return fmt.Errorf("%w: %w: version %d is newer than this binary's %d; run the newer binary", errCorrupt, errNewer, head.Version, recordVersion)
 	case head.Version < 1:
 		return fmt.Errorf("%w: no version", errCorrupt)
 	}

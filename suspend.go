@@ -374,7 +374,9 @@ func (s *service) end(ctx context.Context) error {
 
 // clear takes everything of the service from the host, and its images.
 func (s *service) clear(ctx context.Context) error {
-	if err := s.revokeAll(s.rec.Load().Retired.By); err != nil {
+	if err := s.revokeAll(s.rec.Load().Retired.By); errors.Is(err, errCorrupt) {
+		return failed("state_unavailable", errors.New(err.Error())) // tokens.json is no reason to doubt the other records
+	} else if err != nil {
 		return err
 	}
 	rev, err := s.lastRevision()

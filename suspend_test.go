@@ -853,3 +853,34 @@ unit        [Container] Image= changed
 		t.Errorf("status %d: %s", status, stdout)
 	}
 }
+
+// A damaged tokens.json is in the way of a retirement, which says so and goes on once it is put back. It is no
+// reason to close the service.
+func TestRetireWithDamagedTokens(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		_, _, err := w.s.issue("local", "ci", []string{"read"}, 0)
+		must(t, err)
+		w.stop()
+		must(t, os.WriteFile(w.data.serviceFile("hello", "tokens.json"), []byte("garbage"), 0o600))
+		w.start()
+		w.gone()
+		w.asked(w.s.retire(1, "local"))
+		for range 10 {
+			time.Sleep(30 * time.Second)
+			if err := w.s.usable(); err != nil {
+				t.Errorf("closed: %v", errors.Unwrap(err))
+			}
+		}
+		if r := w.s.rec.Load().Retired; r.Done || len(r.Remains) == 0 {
+			t.Errorf("retired: %+v", r)
+		}
+		w.stop()
+		_, err = w.data.restoreNamed("services/hello/tokens.json", w.runningNow, w.s.now())
+		must(t, err)
+		w.start()
+		w.until("retired", func(r *record) bool { return r.Retired.Done && len(r.Retired.Remains) == 0 })
+		w.expectRuns()
+		w.chain()
+	})
+}

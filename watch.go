@@ -28,7 +28,7 @@ func (s *service) watch(ctx context.Context) error {
 	}
 	var nextInstall, nextRetention, unreadySince time.Time
 	var known identity // whose address is asked without asking Podman again
-	alerted, lost := false, false
+	lost := false
 	for {
 		if err := s.stale(); err != nil {
 			return err
@@ -67,6 +67,7 @@ func (s *service) watch(ctx context.Context) error {
 			continue // a submission ends it
 		}
 
+		alerted := s.unhealthy == cur.Generation
 		st, lookErr := s.watchUnit(ctx, rev)
 		if errors.Is(lookErr, errStorage) || ctx.Err() != nil {
 			return lookErr
@@ -88,7 +89,7 @@ func (s *service) watch(ctx context.Context) error {
 		s.setHealth(h)
 		switch {
 		case h.ready && alerted:
-			alerted = false
+			s.unhealthy = 0
 			if err := s.tell("healthy", "ready again"); err != nil {
 				return err
 			}
@@ -98,7 +99,7 @@ func (s *service) watch(ctx context.Context) error {
 		case unreadySince.IsZero():
 			unreadySince = time.Now()
 		case !alerted && (time.Since(unreadySince) >= unhealthyAfter || h.state == "failed"):
-			alerted = true
+			s.unhealthy = cur.Generation
 			s.alert("unhealthy", "state", h.state, "why", why)
 			if err := s.tell("unhealthy", h.state+": "+why); err != nil {
 				return err
@@ -154,6 +155,26 @@ func (s *service) setHealth(h health) {
 	s.live.Unlock()
 }
 
+// healthOf is what one observation of a rollout says of an instance that is to run as ref. What runs is named
+// only when it is ready, and so was identified.
+func (s *service) healthOf(o observation, ref reference) health {
+	h := health{state: "unknown", observedAt: s.now()}
+	switch st := o.status; {
+	case o.ready():
+		cur := s.rec.Load().Current
+		h.state, h.ready, h.digest, h.current = "running", true, ref.digest(), cur != nil && cur.Generation == ref.Generation
+	case st.ActiveState == "active":
+		h.state = "running"
+	case st.ActiveState == "failed" && st.stopped():
+		h.state = "failed"
+	case st.ActiveState != "" && st.stopped():
+		h.state = "stopped"
+	case st.ActiveState != "":
+		h.state = "starting"
+	}
+	return h
+}
+
 // settle writes what follows from the last commit: the archive and key of an ended operation, and the
 // layout without what is no longer kept. All of it can be done again.
 func (s *service) settle() error {
@@ -205,7 +226,10 @@ func (s *service) install(ctx context.Context, rev *revision) error {
 	tried := false
 	if id := s.currentOperation(); op == nil || op.ID != id {
 		tried = op != nil && op.reached(rollingBack)
-		if op, err = s.data.operation(s.name, id); err != nil && !errors.Is(err, errNotFound) {
+		if op, err = s.data.operation(s.name, id); errors.Is(err, errCorrupt) {
+			s.log.Warn("reading the operation of the current revision", "err", err) // as if it were not there: fsck says it
+			op = nil
+		} else if err != nil && !errors.Is(err, errNotFound) {
 			return err
 		}
 	}
@@ -356,9 +380,14 @@ func (s *service) restoreImage(ctx context.Context, ref reference) error {
 func (s *service) retention(ctx context.Context) error {
 	r := s.rec.Load()
 	var ofCurrent []wireProblem
+	s.live.Lock()
+	old, oldCurrent, checked := s.live.problems, s.live.ofCurrent, s.live.checked
+	_, _, looked := s.live.restorable(r)
+	s.live.Unlock()
+	asked := true // everything could be asked
 	if r.Current != nil {
 		var err error
-		if ofCurrent, err = s.problemsOf(ctx, r.Current); err != nil {
+		if ofCurrent, err = s.problemsOf(ctx, r.Current, oldCurrent, &asked); err != nil {
 			return err
 		}
 		if !r.down() { // else it is loaded when it is started
@@ -370,7 +399,7 @@ func (s *service) retention(ctx context.Context) error {
 	var problems []wireProblem
 	if r.Rollback != nil {
 		var err error
-		if problems, err = s.problemsOf(ctx, r.Rollback); err != nil {
+		if problems, err = s.problemsOf(ctx, r.Rollback, old, &asked); err != nil {
 			return err
 		}
 	}
@@ -378,8 +407,8 @@ func (s *service) retention(ctx context.Context) error {
 		return nil // what could not be asked or fetched is no problem yet
 	}
 	s.live.Lock()
-	old, checked := s.live.problems, s.live.checked
-	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, true
+	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, looked || asked
+	s.live.checkedOf = retainedBy(r)
 	s.live.Unlock()
 	switch {
 	case checked && slices.Equal(old, problems), len(problems) == 0 && len(old) == 0:
@@ -392,8 +421,28 @@ func (s *service) retention(ctx context.Context) error {
 	return nil
 }
 
-// problemsOf lists what a revision would miss if it had to be started now.
-func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wireProblem, error) {
+// retainedBy is which revisions a record names as current and retained.
+func retainedBy(r *record) (generations [2]int64) {
+	for i, p := range []*promotedRevision{r.Current, r.Rollback} {
+		if p != nil {
+			generations[i] = p.Generation
+		}
+	}
+	return generations
+}
+
+// restorable is what was last seen of the retained and the current revision of r; looked tells whether they were
+// looked at. The caller holds the lock.
+func (l *live) restorable(r *record) (problems, ofCurrent []wireProblem, looked bool) {
+	if r == nil || !l.checked || l.checkedOf != retainedBy(r) {
+		return nil, nil, false
+	}
+	return l.problems, l.ofCurrent, true
+}
+
+// problemsOf lists what a revision would miss if it had to be started now. What Podman does not say is as
+// it was before, and asked tells that there was such a thing.
+func (s *service) problemsOf(ctx context.Context, p *promotedRevision, before []wireProblem, asked *bool) ([]wireProblem, error) {
 	var problems []wireProblem
 	bad := func(code, format string, a ...any) {
 		problems = append(problems, wireProblem{Code: code, Summary: fmt.Sprintf(format, a...)})
@@ -423,8 +472,14 @@ func (s *service) problemsOf(ctx context.Context, p *promotedRevision) ([]wirePr
 		names      []string
 	}{{"network", "network_missing", networks}, {"secret", "secret_missing", secrets}, {"volume", "volume_missing", volumes}} {
 		for _, name := range k.names {
-			if ok, err := s.host.containers.Exists(ctx, k.kind, name); err == nil && !ok {
-				bad(k.code, "the %s %s that generation %d uses is missing", k.kind, name, p.Generation)
+			missing := wireProblem{k.code, fmt.Sprintf("the %s %s that generation %d uses is missing", k.kind, name, p.Generation)}
+			ok, err := s.host.containers.Exists(ctx, k.kind, name)
+			if err != nil {
+				*asked = false
+				ok = !slices.Contains(before, missing)
+			}
+			if !ok {
+				problems = append(problems, missing)
 			}
 		}
 	}
@@ -497,7 +552,7 @@ func (s *service) afterHold(ctx context.Context, h *held) error {
 	lift := func(detail string) error {
 		return s.commit(func(r *record) error {
 			r.Held = nil
-			r.Installed = !r.down()
+			r.Installed = r.Current != nil && !r.down()
 			return nil
 		}, event{Type: "held", Operation: h.Operation, Detail: "released: " + detail})
 	}
