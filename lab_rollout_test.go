@@ -749,6 +749,9 @@ func TestLabServerOutOfReach(t *testing.T) {
 	}
 	fsck() // in a container of its own
 	fsck("--root")
+	if out, status := s.try("toad", "audit", "verify"); status > 1 || !strings.Contains(out, "events.jsonl: whole, ") {
+		t.Errorf("audit needs no server: exit %d\n%s", status, out)
+	}
 	release()
 	fsck()
 	if out, status := s.try("toad", "status", s.name); status != 0 {
