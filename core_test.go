@@ -949,3 +949,18 @@ func TestFinishingAPromotionGivesWayToASubmission(t *testing.T) {
 		}
 	})
 }
+
+// While the old instance is being stopped it is not said to be ready.
+func TestHealthDuringAStop(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.expect(w.await(w.submit(w.push("v1", app{ignoresTerm: true})).ID), promoted, "")
+		w.until2("ready", func() bool { return w.s.view(true).Health.Ready })
+		op := w.submit(w.push("v2", app{readyAfter: time.Second}))
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepStop })
+		time.Sleep(2 * time.Second)
+		if h := w.s.view(true).Health; h.Ready || h.MatchesCurrent {
+			t.Errorf("health %+v", h)
+		}
+		w.expect(w.await(op.ID), promoted, "")
+	})
+}
