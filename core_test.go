@@ -917,3 +917,50 @@ func TestReadinessIsOfTheRetainedRevision(t *testing.T) {
 		}
 	})
 }
+
+// The promotion is being finished after a boot, and Podman takes the image and never answers: an operation that
+// is accepted meanwhile does not wait for it.
+func TestFinishingAPromotionGivesWayToASubmission(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		image := w.push("v1", app{})
+		w.set(func() {
+			w.spoil = func(step, path string) error {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				if w.last != nil && w.last.Operation.State == promoted && step == "append" {
+					return w.kill()
+				}
+				return nil
+			}
+		})
+		w.submit(image)
+		<-w.died
+		w.stop()
+		w.h.reboot()
+		w.set(func() { w.spoil, w.h.images, w.h.loadHangs = nil, map[string]string{}, true })
+		w.start()
+		time.Sleep(5 * time.Second)
+		w.set(func() { w.h.loadHangs = false }) // for whoever asks now
+		begun := time.Now()
+		op := w.await(w.submit(w.push("v2", app{readyAfter: time.Second})).ID)
+		w.expect(op, promoted, "")
+		if d := time.Since(begun); d > time.Minute {
+			t.Errorf("promoted after %s", d)
+		}
+	})
+}
+
+// While the old instance is being stopped it is not said to be ready.
+func TestHealthDuringAStop(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.expect(w.await(w.submit(w.push("v1", app{ignoresTerm: true})).ID), promoted, "")
+		w.until2("ready", func() bool { return w.s.view(true).Health.Ready })
+		op := w.submit(w.push("v2", app{readyAfter: time.Second}))
+		w.awaitThat(op.ID, func(op *operation) bool { return op.Step == stepStop })
+		time.Sleep(2 * time.Second)
+		if h := w.s.view(true).Health; h.Ready || h.MatchesCurrent {
+			t.Errorf("health %+v", h)
+		}
+		w.expect(w.await(op.ID), promoted, "")
+	})
+}

@@ -501,6 +501,7 @@ func (s *service) activate(ctx context.Context, rev *revision) error {
 	} else {
 		s.say("stopping_nothing")
 	}
+	s.setHealth(health{state: "unknown", observedAt: s.now()})
 	if err := s.stopAndConfirm(ctx, rev, s.op().StopDeadline); err != nil {
 		return err
 	}

@@ -349,7 +349,13 @@ func (s *service) end(ctx context.Context) error {
 		if s.rec.Load().duty() != retiring {
 			return nil
 		}
-		done, err := s.attempt(ctx, func(r *record) *[]string { return &r.Retired.Remains }, func() error { return s.clear(ctx) })
+		done, err := s.attempt(ctx, func(r *record) *[]string { return &r.Retired.Remains }, func() error {
+			err := s.clear(ctx)
+			if errors.Is(err, errCorrupt) { // a record that is only in the way: no reason to doubt the others
+				return fmt.Errorf("%s: %w", err.Error(), stillThere{"a damaged record of the service; toad fsck names it"})
+			}
+			return err
+		})
 		if err != nil {
 			return err
 		}
@@ -374,9 +380,7 @@ func (s *service) end(ctx context.Context) error {
 
 // clear takes everything of the service from the host, and its images.
 func (s *service) clear(ctx context.Context) error {
-	if err := s.revokeAll(s.rec.Load().Retired.By); errors.Is(err, errCorrupt) {
-		return failed("state_unavailable", errors.New(err.Error())) // tokens.json is no reason to doubt the other records
-	} else if err != nil {
+	if err := s.revokeAll(s.rec.Load().Retired.By); err != nil {
 		return err
 	}
 	rev, err := s.lastRevision()

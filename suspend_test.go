@@ -884,3 +884,25 @@ func TestRetireWithDamagedTokens(t *testing.T) {
 		w.chain()
 	})
 }
+
+// The revision of a first candidate that failed is damaged: the retirement says that it is in the way, and the
+// service stays open.
+func TestRetireWithADamagedRevision(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.expect(w.await(w.submit(w.push("bad", app{readyAfter: -1})).ID), hasFailed, "no_rollback_target")
+		must(t, os.WriteFile(w.data.serviceFile("hello", "revisions", "1.json"), nil, 0o600))
+		w.gone()
+		w.asked(w.s.retire(0, "local"))
+		for range 10 {
+			time.Sleep(30 * time.Second)
+			if err := w.s.usable(); err != nil {
+				t.Errorf("closed: %v", errors.Unwrap(err))
+			}
+		}
+		if r := w.s.rec.Load().Retired; r.Done || len(r.Remains) == 0 {
+			t.Errorf("retired: %+v", r)
+		}
+		must(t, os.Remove(w.data.serviceFile("hello", "revisions", "1.json")))
+		w.until("retired", func(r *record) bool { return r.Retired.Done })
+	})
+}

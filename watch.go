@@ -50,7 +50,10 @@ func (s *service) watch(ctx context.Context) error {
 		}
 		if !s.rec.Load().Installed && !time.Now().Before(nextInstall) {
 			nextInstall = time.Now().Add(installInterval)
-			if err := s.install(ctx, rev); s.undecided(ctx, err) {
+			ictx, cancel := s.whileIdle(ctx, watching)
+			err := s.install(ictx, rev)
+			cancel()
+			if s.undecided(ctx, err) {
 				return err
 			} else if err != nil && s.rec.Load().duty() == watching {
 				s.alert("the promoted unit could not be put in place; it is tried again", "err", err)
