@@ -838,6 +838,46 @@ func TestAuditFindsEachKindOfDamage(t *testing.T) {
 	})
 }
 
+// That a service is closed for its records is told once in Toad's own log, and again when it was open since.
+func TestUnavailableStateIsTold(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		settled(t, w)
+		path := w.data.serviceFile("hello", "service.json")
+		whole, err := os.ReadFile(path)
+		must(t, err)
+		told := func(want int) {
+			t.Helper()
+			time.Sleep(10 * time.Minute)
+			l, err := w.data.own.open()
+			must(t, err)
+			events, _, _, err := l.since(0, 9)
+			must(t, err)
+			if len(events) != want || events[want-1].Type != "state-unavailable" || !strings.HasPrefix(events[want-1].Detail, "hello: ") {
+				t.Errorf("%+v", events)
+			}
+		}
+		w.stop()
+		must(t, os.WriteFile(path, []byte("garbage"), 0o600))
+		w.start()
+		told(1)
+		must(t, os.WriteFile(path, whole, 0o600))
+		w.until2("open", func() bool { return w.s.usable() == nil })
+		w.set(func() {
+			w.spoil = func(step, at string) error {
+				if at == path && step == "write" {
+					return syscall.EIO
+				}
+				return nil
+			}
+		})
+		if err := w.s.tell("unhealthy", "x"); !errors.Is(err, errStorage) {
+			t.Errorf("%v", err)
+		}
+		w.set(func() { w.spoil = nil })
+		told(2)
+	})
+}
+
 // With no server the command takes the locks and looks itself.
 func TestAuditWithoutAServer(t *testing.T) {
 	var dir, quadlets string

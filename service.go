@@ -148,14 +148,23 @@ func (s *service) run(ctx context.Context) {
 			s.release()
 		}
 	}()
+	told := false // in Toad's own log: the service's may be what is wrong
 	for backoff := time.Second; ; backoff = min(2*backoff, 30*time.Second) {
 		begun := time.Now()
 		err := s.incarnation(ctx)
 		if ctx.Err() != nil {
 			return
 		}
+		told = told && s.usable() != nil // it was open since
 		s.setUnavailable(err)
 		s.alert("state-unavailable", "err", err)
+		if !told {
+			terr := s.data.ownEvent("state-unavailable", s.name+": its records cannot be read or written, and it takes no deployment")
+			if terr != nil {
+				s.log.Warn("telling that the state is unavailable", "err", terr)
+			}
+			told = terr == nil
+		}
 		if time.Since(begun) > time.Minute {
 			backoff = time.Second
 		}
