@@ -857,6 +857,42 @@ func TestHealthyIsToldAfterAFailedOperation(t *testing.T) {
 	})
 }
 
+// What was told before a restart of Toad, that a service is not healthy and that its rollback is lost, is taken
+// back after it.
+func TestRecoveryIsToldAfterARestart(t *testing.T) {
+	inWorld(t, func(t *testing.T, w *world) {
+		w.promote("v1")
+		op := w.promote("v2")
+		time.Sleep(time.Minute)
+		w.set(func() {
+			w.h.apps[op.Candidate.digest()].readyFor = time.Second
+			w.h.networks["systemd-apps"] = false
+		})
+		time.Sleep(2 * retentionInterval)
+		w.restart()
+		time.Sleep(time.Minute)
+		if got := w.eventTypes(); slices.Contains(got, "healthy") || slices.Contains(got, "retention-restored") {
+			t.Errorf("nothing recovered: %v", got)
+		}
+		w.stop()
+		w.set(func() {
+			w.h.apps[op.Candidate.digest()].readyFor = 0
+			w.h.networks["systemd-apps"] = true
+		})
+		w.start()
+		time.Sleep(2 * retentionInterval)
+		w.restart()
+		time.Sleep(2 * retentionInterval)
+		count := map[string]int{}
+		for _, typ := range w.eventTypes() {
+			count[typ]++
+		}
+		if count["unhealthy"] != 1 || count["healthy"] != 1 || count["retention-lost"] == 0 || count["retention-restored"] != 1 {
+			t.Errorf("%v", w.eventTypes())
+		}
+	})
+}
+
 // Podman does not answer: what was missing is not there again for that, and what was never asked is not ready.
 func TestSilentPodmanRestoresNothing(t *testing.T) {
 	for _, restarted := range []bool{false, true} {

@@ -230,6 +230,9 @@ func (s *service) open() error {
 		return err
 	}
 	recent := s.readRecent(r)
+	if e := s.lastTold("unhealthy", "healthy"); e.Type == "unhealthy" && r.Current != nil && e.Operation == r.Current.Operation {
+		s.unhealthy = r.Current.Generation
+	}
 	s.live.Lock()
 	s.live.unavailable = nil
 	s.live.recent = recent
@@ -237,6 +240,21 @@ func (s *service) open() error {
 	s.live.Unlock()
 	s.notify()
 	return nil
+}
+
+// lastTold is the last event of one of these types, so that what was told before a restart is taken back after
+// it. It looks at the log's last hundred.
+func (s *service) lastTold(types ...string) (last event) {
+	events, _, _, err := s.ev.Load().since(max(0, s.rec.Load().eventEnd().Cursor-100), 100)
+	if err != nil {
+		s.log.Warn("reading the last events", "err", err)
+	}
+	for _, e := range events {
+		if slices.Contains(types, e.Type) {
+			last = e
+		}
+	}
+	return last
 }
 
 // read is open's reading, under mu.

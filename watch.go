@@ -413,8 +413,17 @@ func (s *service) retention(ctx context.Context) error {
 	s.live.problems, s.live.ofCurrent, s.live.checked = problems, ofCurrent, looked || asked
 	s.live.checkedOf = retainedBy(r)
 	s.live.Unlock()
+	lost := len(old) > 0
+	if !checked { // by this Toad
+		e := s.lastTold("retention-lost", "retention-restored")
+		lost = e.Type == "retention-lost"
+		if lost && len(problems) > 0 && e.Detail == problems[0].Summary {
+			return nil
+		}
+	}
 	switch {
-	case checked && slices.Equal(old, problems), len(problems) == 0 && len(old) == 0:
+	case checked && slices.Equal(old, problems), len(problems) == 0 && !lost:
+	case len(problems) == 0 && !asked:
 	case len(problems) == 0:
 		return s.tell("retention-restored", "the retained rollback can be restored again")
 	default:
@@ -444,7 +453,7 @@ func (l *live) restorable(r *record) (problems, ofCurrent []wireProblem, looked 
 }
 
 // problemsOf lists what a revision would miss if it had to be started now. What Podman does not say is as
-// it was before, and asked tells that there was such a thing.
+// it was before, and asked becomes false.
 func (s *service) problemsOf(ctx context.Context, p *promotedRevision, before []wireProblem, asked *bool) ([]wireProblem, error) {
 	var problems []wireProblem
 	bad := func(code, format string, a ...any) {
