@@ -18,7 +18,7 @@ const (
 
 type wireCheck struct {
 	Name    string `json:"name"`
-	Outcome string `json:"outcome"` // passed, refused, or skipped because of a check before it
+	Outcome string `json:"outcome"` // passed, refused, or skipped because of a check before it; of doctor: passed, problem, unknown
 	Code    string `json:"code,omitempty"`
 	Detail  string `json:"detail,omitempty"`
 }

@@ -20,6 +20,7 @@
 //	toad audit verify [SERVICE]
 //	toad token issue SERVICE | list [SERVICE] | revoke TOKEN
 //	toad check DIR
+//	toad doctor
 //	toad fsck [--restore FILE]
 //	toad backup > FILE
 //	toad restore < FILE
@@ -27,7 +28,7 @@
 //
 // `serve` is the server: one on a host, in its own container. `gateway`, in another one, leads from a
 // socket of the public web server to the read-only page. `check` judges a directory of
-// enrollments without a host. The other commands speak to the server over its administration
+// enrollments without a host, `doctor` the host. The other commands speak to the server over its administration
 // socket, /data/run/toad.sock unless --socket names another. `fsck`, `audit` and `backup` work on
 // the data directory themselves when no server runs, `restore` always does.
 //
@@ -182,6 +183,7 @@ func newRoot(stdout, stderr io.Writer) *ffcli.Command {
 			auditCmd(stdout, stderr),
 			tokenCmd(stdout, stderr),
 			checkCmd(stdout),
+			doctorCmd(stdout),
 			fsckCmd(stdout, stderr),
 			backupCmd(stdout, stderr),
 			restoreCmd(os.Stdin, stdout),
