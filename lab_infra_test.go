@@ -16,6 +16,50 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
+// What a host lacks is said before a deployment finds out: the user does not linger (CASES E7), the network never
+// gets online (LAB section 10), Toad does not run.
+func TestLabDoctor(t *testing.T) {
+	l := theLab(t)
+	l.enroll(t, "doctored")
+	finds := func(problem string, who ...string) {
+		t.Helper()
+		out, status := l.try(append(who, "toad", "doctor")...)
+		var problems []string
+		for line := range strings.Lines(out) {
+			if rest, is := strings.CutPrefix(line, "problem: "); is {
+				name, _, _ := strings.Cut(rest, ": ")
+				problems = append(problems, name)
+			}
+		}
+		if got := strings.Join(problems, " "); got != problem || (status == 0) != (problem == "") {
+			t.Errorf("exit %d, problems %q, want %q\n%s", status, got, problem, out)
+		}
+	}
+	finds("")
+	finds("", "--root")
+
+	linger := func() { l.root(t, "touch /var/lib/systemd/linger/toad") }
+	t.Cleanup(linger)
+	l.root(t, "rm /var/lib/systemd/linger/toad")
+	finds("linger")
+	linger()
+
+	wait := ".config/systemd/user/" + waitOnline + ".d"
+	mended := func() {
+		l.exec(t, "rm -rf "+wait+" && systemctl --user daemon-reload && systemctl --user restart "+waitOnline)
+	}
+	t.Cleanup(mended)
+	l.write(t, wait+"/never.conf", "[Service]\nExecStart=\nExecStart=/bin/false\n")
+	l.exec(t, "systemctl --user daemon-reload; ! systemctl --user restart "+waitOnline)
+	finds(waitOnline)
+	mended()
+
+	release := l.holdToad(t)
+	finds("toad.service")
+	release()
+	finds("")
+}
+
 // rebuild makes Toad's image from a fresh context with that binary, as the Containerfile says, and returns what
 // Podman knows of it.
 func (l *lab) rebuild(t testing.TB, binary, tag string, mode os.FileMode) (image struct {
@@ -168,8 +212,8 @@ func TestLabCoexistence(t *testing.T) {
 	l := theLab(t)
 	slow := func(s *labService) {
 		brisk(s)
-		s.en.Probation.StabilityWindow, s.en.Probation.StartupDeadline = duration(30*time.Second), duration(50*time.Second)
-		s.en.Probation.RolloutDeadline = duration(2 * time.Minute)
+		s.en.Probation.StabilityWindow, s.en.Probation.StartupDeadline = duration(time.Minute), duration(70*time.Second)
+		s.en.Probation.RolloutDeadline = duration(3 * time.Minute)
 	}
 	good, bad, gone := l.enroll(t, "coex-good", slow), l.enroll(t, "coex-bad", slow), l.enroll(t, "coex-gone", slow)
 	first, second := good.image("VERSION=1"), good.image("VERSION=2")

@@ -7,15 +7,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -100,10 +103,52 @@ func (l *lab) path(p string) string {
 	return "/proc/" + strings.TrimSpace(string(b)) + "/root" + p
 }
 
+// inside is a command on the host, as `lab exec` runs it, without what that does for signals and terminals:
+// the tests run thousands, and with it each would cost ten times as much.
+func (l *lab) inside(args ...string) *exec.Cmd {
+	b, _ := os.ReadFile(filepath.Join(labDir(), l.name, "pid"))
+	as := []string{"--target", strings.TrimSpace(string(b)), "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup",
+		"setpriv", "--reuid", "1001", "--regid", "1001", "--init-groups", "--pdeathsig", "KILL", "env", "-i", "--chdir=/home/toad",
+		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "TERM=dumb", "LANG=C.UTF-8",
+		"HOME=/home/toad", "USER=toad", "XDG_RUNTIME_DIR=/run/user/1001", "DBUS_SESSION_BUS_ADDRESS=unix:path=/run/user/1001/bus"}
+	if args[0] == "--root" {
+		i, j := slices.Index(as, "--reuid"), slices.Index(as, "--pdeathsig")
+		as, args = slices.Delete(as, i, j), args[1:]
+		as = append(as[:slices.Index(as, "HOME=/home/toad")], "HOME=/root", "USER=root")
+		as[slices.Index(as, "--chdir=/home/toad")] = "--chdir=/"
+	}
+	cmd := exec.Command("nsenter", append(as, args...)...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{}
+	return cmd
+}
+
+// output runs a command of inside's in a cgroup of the lab's, to which it then belongs.
+func (l *lab) output(cmd *exec.Cmd) ([]byte, error) {
+	mounts, err := os.ReadFile("/proc/mounts")
+	if err != nil {
+		return nil, err
+	}
+	m := regexp.MustCompile(`(?m)^\S+ (\S+) cgroup2 `).FindSubmatch(mounts)
+	if m == nil {
+		return nil, errors.New("there is no cgroup2: lab up mounts one")
+	}
+	dir := filepath.Join(string(m[1]), "toad-lab-"+l.name, "exec")
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(f.Fd())
+	return cmd.CombinedOutput()
+}
+
 // try runs a command on the host as the toad user and returns its output and exit status.
 func (l *lab) try(args ...string) (string, int) {
-	cmd := l.lab(append([]string{"exec"}, args...)...)
-	out, err := cmd.CombinedOutput()
+	cmd := l.inside(args...)
+	out, err := l.output(cmd)
 	var exit *exec.ExitError
 	if err != nil && !errors.As(err, &exit) {
 		return err.Error(), -1
@@ -150,9 +195,9 @@ func (l *lab) root(t testing.TB, line string) string {
 // write writes a file of the toad user's.
 func (l *lab) write(t testing.TB, path, text string) {
 	t.Helper()
-	cmd := l.lab("exec", "sh", "-c", `mkdir -p "$(dirname "$1")" && cat > "$1.new" && mv "$1.new" "$1"`, "sh", path)
+	cmd := l.inside("sh", "-c", `mkdir -p "$(dirname "$1")" && cat > "$1.new" && mv "$1.new" "$1"`, "sh", path)
 	cmd.Stdin = strings.NewReader(text)
-	if out, err := cmd.CombinedOutput(); err != nil {
+	if out, err := l.output(cmd); err != nil {
 		t.Fatalf("writing %s: %v\n%s", path, err, out)
 	}
 }
