@@ -201,7 +201,7 @@ func quick(s *labService) {
 
 // Toad is killed for real before and after every kind of durable change, in every state, of a deployment
 // that is promoted and of one that is rolled back. `go test -run 'TestLabKilled.*/promoted/NAME'` runs one
-// of them. -every-boundary has all; else it is the places after the commits of the record, a third of them
+// of them. -every-boundary has all; else it is the places after the commits of the record, a fifth of them
 // each day. What happens between the steps of one write (a temporary file is left) is explored on the in-memory host.
 func TestLabKilledAtEachBoundary(t *testing.T) {
 	l := theLab(t)
@@ -283,8 +283,8 @@ func TestLabKilledAtEachBoundary(t *testing.T) {
 
 const never = -1
 
-// today tells that the place number i is one of this day's third; each is with -every-boundary.
-func today(i int) bool { return *everyBoundary || (time.Now().YearDay()+i)%3 == 0 }
+// today tells that the place number i is one of this day's fifth; each is with -every-boundary.
+func today(i int) bool { return *everyBoundary || (time.Now().YearDay()+i)%5 == 0 }
 
 // inTurn leaves a long test to its day, one of three, or to -every-boundary.
 func inTurn(t *testing.T, day int) {
@@ -293,7 +293,7 @@ func inTurn(t *testing.T, day int) {
 	}
 }
 
-// The host is reset hard in every state: with -every-boundary in all of them, else in a third each day.
+// The host is reset hard in every state: with -every-boundary in all of them, else in a fifth each day.
 func TestLabRebootInEachState(t *testing.T) {
 	l := theLab(t)
 	l.installHooked(t)

@@ -212,8 +212,8 @@ func TestLabCoexistence(t *testing.T) {
 	l := theLab(t)
 	slow := func(s *labService) {
 		brisk(s)
-		s.en.Probation.StabilityWindow, s.en.Probation.StartupDeadline = duration(time.Minute), duration(70*time.Second)
-		s.en.Probation.RolloutDeadline = duration(3 * time.Minute)
+		s.en.Probation.StabilityWindow, s.en.Probation.StartupDeadline = duration(45*time.Second), duration(55*time.Second)
+		s.en.Probation.RolloutDeadline = duration(150 * time.Second)
 	}
 	good, bad, gone := l.enroll(t, "coex-good", slow), l.enroll(t, "coex-bad", slow), l.enroll(t, "coex-gone", slow)
 	first, second := good.image("VERSION=1"), good.image("VERSION=2")
