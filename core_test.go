@@ -303,25 +303,31 @@ func TestHostDoesNotAnswerForAMoment(t *testing.T) {
 	}
 }
 
+// bootBeforeInstalled deploys, kills Toad right after the commit of the promotion, and boots the host.
+func (w *world) bootBeforeInstalled(image string) {
+	w.t.Helper()
+	w.set(func() {
+		w.spoil = func(step, path string) error {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if w.last != nil && w.last.Operation.State == promoted && step == "append" {
+				return w.kill()
+			}
+			return nil
+		}
+	})
+	w.submit(image)
+	<-w.died
+	w.stop()
+	w.h.reboot()
+}
+
 // A boot between the promotion and its unit, and a submission that fails before the promotion could be
 // finished: the current revision is started all the same.
 func TestInstallAfterABootAndAFailedOperation(t *testing.T) {
 	inWorld(t, func(t *testing.T, w *world) {
 		image := w.push("v1", app{})
-		w.set(func() {
-			w.spoil = func(step, path string) error {
-				w.mu.Lock()
-				defer w.mu.Unlock()
-				if w.last != nil && w.last.Operation.State == promoted && step == "append" {
-					return w.kill()
-				}
-				return nil
-			}
-		})
-		w.submit(image)
-		<-w.died
-		w.stop()
-		w.h.reboot()
+		w.bootBeforeInstalled(image)
 		w.set(func() {
 			w.h.managerHangs = true // the promotion cannot be finished yet
 			w.spoil = nil
@@ -959,20 +965,7 @@ func TestReadinessIsOfTheRetainedRevision(t *testing.T) {
 func TestFinishingAPromotionGivesWayToASubmission(t *testing.T) {
 	inWorld(t, func(t *testing.T, w *world) {
 		image := w.push("v1", app{})
-		w.set(func() {
-			w.spoil = func(step, path string) error {
-				w.mu.Lock()
-				defer w.mu.Unlock()
-				if w.last != nil && w.last.Operation.State == promoted && step == "append" {
-					return w.kill()
-				}
-				return nil
-			}
-		})
-		w.submit(image)
-		<-w.died
-		w.stop()
-		w.h.reboot()
+		w.bootBeforeInstalled(image)
 		w.set(func() { w.spoil, w.h.images, w.h.loadHangs = nil, map[string]string{}, true })
 		w.start()
 		time.Sleep(5 * time.Second)

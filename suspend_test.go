@@ -854,6 +854,20 @@ unit        [Container] Image= changed
 	}
 }
 
+// retiresOpen demands that a retirement does not end, says what is in its way, and never closes the service.
+func (w *world) retiresOpen() {
+	w.t.Helper()
+	for range 10 {
+		time.Sleep(30 * time.Second) // on the fake clock
+		if err := w.s.usable(); err != nil {
+			w.t.Errorf("closed: %v", errors.Unwrap(err))
+		}
+	}
+	if r := w.s.rec.Load().Retired; r.Done || len(r.Remains) == 0 {
+		w.t.Errorf("retired: %+v", r)
+	}
+}
+
 // A damaged tokens.json is in the way of a retirement, which says so and goes on once it is put back. It is no
 // reason to close the service.
 func TestRetireWithDamagedTokens(t *testing.T) {
@@ -866,15 +880,7 @@ func TestRetireWithDamagedTokens(t *testing.T) {
 		w.start()
 		w.gone()
 		w.asked(w.s.retire(1, "local"))
-		for range 10 {
-			time.Sleep(30 * time.Second)
-			if err := w.s.usable(); err != nil {
-				t.Errorf("closed: %v", errors.Unwrap(err))
-			}
-		}
-		if r := w.s.rec.Load().Retired; r.Done || len(r.Remains) == 0 {
-			t.Errorf("retired: %+v", r)
-		}
+		w.retiresOpen()
 		w.stop()
 		_, err = w.data.restoreNamed("services/hello/tokens.json", w.runningNow, w.s.now())
 		must(t, err)
@@ -893,15 +899,7 @@ func TestRetireWithADamagedRevision(t *testing.T) {
 		must(t, os.WriteFile(w.data.serviceFile("hello", "revisions", "1.json"), nil, 0o600))
 		w.gone()
 		w.asked(w.s.retire(0, "local"))
-		for range 10 {
-			time.Sleep(30 * time.Second)
-			if err := w.s.usable(); err != nil {
-				t.Errorf("closed: %v", errors.Unwrap(err))
-			}
-		}
-		if r := w.s.rec.Load().Retired; r.Done || len(r.Remains) == 0 {
-			t.Errorf("retired: %+v", r)
-		}
+		w.retiresOpen()
 		must(t, os.Remove(w.data.serviceFile("hello", "revisions", "1.json")))
 		w.until("retired", func(r *record) bool { return r.Retired.Done })
 	})
